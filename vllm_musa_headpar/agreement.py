@@ -1,0 +1,269 @@
+"""What the ranks of a group settle with each other: at first use, and before each exchange if asked to.
+
+First use, where a tuned implementation can be chosen:
+    1. the ranks tell each other, over the store, what each would use and whether it checks (no collective);
+    2. before the first exchange with anything in it, one collective warms the communicator and a small
+       exchange goes through the tuned implementation and the reference: they must agree bit for bit.
+If ranks differ, or the test fails on any, all use the reference. Where only the reference can be chosen there
+is nothing to settle.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import blocks, config, registry
+from .board import Board, NoStoreError, Note, board_of
+from .errors import DisagreementError
+from .layout import HeadParallelLayout
+from .log import logger, warn_once
+
+
+@dataclass
+class GroupState:
+    """What holds for a group's exchanges on one device type.
+
+    Attributes:
+        backend: name of the communication backend, None if it cannot be found out.
+        registration: the implementation in use.
+        check: compare the ranks' exchanges before each one.
+        proven: the warm-up and self-test are behind us, or not needed.
+        used: the first exchange has been logged.
+    """
+
+    backend: str | None
+    registration: registry.Registration
+    check: bool
+    proven: bool
+    used: bool = False
+
+
+# Hung on the group weakly: a group made anew, even at the same address, settles anew.
+_states: weakref.WeakKeyDictionary[Any, dict[str, GroupState]] = weakref.WeakKeyDictionary()
+
+
+def state_of(group: Any, device: torch.device) -> GroupState:
+    """The state of a group for a device; settled with the other ranks on the first call.
+
+    Raises:
+        ValueError: strict mode and an unknown implementation is asked for.
+        DisagreementError: a rank does not come to settle.
+        NoStoreError: the check is asked for and there is no store to do it over.
+    """
+    try:
+        return _states[group][device.type]
+    except (KeyError, TypeError):
+        pass
+    state = _settle(group, device)
+    try:
+        _states.setdefault(group, {})[device.type] = state
+    except TypeError:  # a group of the caller's own kind that cannot be referred to weakly: nothing is kept
+        state.used = True
+    return state
+
+
+def _settle(group: Any, device: torch.device) -> GroupState:
+    settings = config.read()
+    backend = registry.backend_of(group, device)
+    registration = registry.select(backend, _known_exchange(settings))
+    if settings.check:
+        board_of(group)
+    if backend is None or (registration is registry.REFERENCE and registry.claim(backend) is None):
+        return GroupState(backend, registration, settings.check, proven=True)
+    proposal = {
+        "exchange": registration.name,
+        "check": settings.check,
+        "version": _version(),
+        "unusable": _unusable(registration, group, device, backend),
+    }
+    try:
+        board = board_of(group)
+    except NoStoreError as error:
+        warn_once(f"the stock exchange is used on backend {backend}: {error}")
+        return GroupState(backend, registry.REFERENCE, False, proven=True)
+    proposals = board.meet(f"the first exchange on {device.type}", proposal)
+    check = any(other["check"] for other in proposals)
+    if not all(other["check"] == check for other in proposals):
+        warn_once(f"{config.CHECK} is on for some ranks only; it is now on for all of this group")
+    reason = _why_reference(board, proposals)
+    if reason is not None:
+        warn_once(f"the stock exchange is used on a group of {len(proposals)} ranks, backend {backend}: {reason}")
+        registration = registry.REFERENCE
+    return GroupState(backend, registration, check, proven=registration is registry.REFERENCE)
+
+
+def _known_exchange(settings: config.Settings) -> str:
+    """The exchange asked for, "auto" for an unknown one."""
+    if settings.exchange in (config.AUTO, *registry.registered()):
+        return settings.exchange
+    problem = (
+        f"{config.EXCHANGE}={settings.exchange!r} is not known: "
+        f"expected {config.AUTO} or one of {', '.join(registry.registered())}"
+    )
+    if settings.strict:
+        raise ValueError(problem)
+    warn_once(f"{problem}. Using {config.AUTO}.")
+    return config.AUTO
+
+
+def _unusable(registration: registry.Registration, group: Any, device: torch.device, backend: str) -> str | None:
+    if registration.unusable is None:
+        return None
+    try:
+        return registration.unusable(group, device, backend)
+    except Exception as error:
+        return f"{registration.name} cannot tell whether it may be used: {error}"
+
+
+def _why_reference(board: Board, proposals: list[Note]) -> str | None:
+    """Why the ranks cannot all use what they propose, the same words on every rank; None if they can."""
+    for rank, proposal in enumerate(proposals):
+        if proposal["unusable"] is not None:
+            return f"{board.name_ranks([rank])}: {proposal['unusable']}"
+    for field in ("exchange", "version"):
+        if len({proposal[field] for proposal in proposals}) > 1:
+            return f"the ranks differ in {_differences(board, field, proposals)}"
+    return None
+
+
+def _version() -> str:
+    from . import __version__
+
+    return __version__
+
+
+def prove(state: GroupState, group: Any, device: torch.device) -> None:
+    """Before the first exchange that moves anything: warm the communicator and try the implementation out.
+
+    Three collectives of the reference's kind, one of the tuned, one host sync; nothing where the reference
+    is in use. On failure on any rank all ranks go over to the reference.
+    """
+    if not state.proven:
+        # A true collective first: in a communicator's first point-to-point batch every rank must take part.
+        dist.all_reduce(torch.zeros(1, dtype=torch.int32, device=device), group=group)
+        passed, reason = _try_out(state.registration.implementation, group, device)
+        dist.all_reduce(passed, op=dist.ReduceOp.MIN, group=group)
+        if not int(passed.item()):
+            warn_once(
+                f"the stock exchange is used on a group of {dist.get_world_size(group)} ranks, backend {state.backend}"
+                f": {state.registration.name} failed its self-test on this rank or another{reason}"
+            )
+            state.registration = registry.REFERENCE
+        state.proven = True
+    if not state.used:
+        state.used = True
+        logger.info(
+            "first exchange of a group: %d ranks, backend %s, exchange %s%s",
+            dist.get_world_size(group),
+            state.backend,
+            state.registration.name,
+            ", checked across ranks" if state.check else "",
+        )
+
+
+def _try_out(implementation: Callable[..., Any], group: Any, device: torch.device) -> tuple[Tensor, str]:
+    """A small exchange of random bytes, there and back, uneven and with an empty rank, against the reference.
+
+    Returns:
+        1 or 0 on the device, `[1]` int32; and the error here, in words, if there was one.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    counts = tuple(0 if other == world_size // 2 else 3 + other % 4 for other in range(world_size))
+    layout = HeadParallelLayout(counts, rank)
+    generator = torch.Generator().manual_seed(rank)  # its own: the model's random numbers stay what they were
+    heads = 2 * world_size
+    data = torch.randint(256, (counts[rank], heads, 5), dtype=torch.uint8, generator=generator).to(device)
+    reference = registry.REFERENCE.implementation
+
+    there = blocks.dispatch((data,), layout, data.dtype)
+    expected_there = reference(there, group).wait().clone()
+    back = blocks.undispatch(expected_there, layout, heads)
+    expected_back = reference(back, group).wait().clone()
+    passed, reason = torch.zeros(1, dtype=torch.int32, device=device), ""
+    try:
+        there = blocks.dispatch((data,), layout, data.dtype)
+        back = blocks.undispatch(expected_there, layout, heads)
+        same = (implementation(there, group).wait() == expected_there).all()
+        same &= (implementation(back, group).wait() == expected_back).all()
+        passed = same.to(torch.int32).reshape(1)
+    except Exception as error:
+        reason = f"; here it raised {type(error).__name__}: {error}"
+    return passed, reason
+
+
+def compare(group: Any, name: str, note: Note) -> None:
+    """The cross-rank check: meet over the store and compare what every rank is about to do.
+
+    Raises:
+        DisagreementError: the same on every rank, naming ranks, field and values, where the ranks differ;
+            or, on those that did arrive, naming those that did not.
+    """
+    board = board_of(group)
+    note = {"sequence": board.sequence, "direction": name, "error": None, **note}
+    topic = _topic(board)
+    notes = board.meet(topic, note)
+    refused = [rank for rank, other in enumerate(notes) if other["error"] is not None]
+    if refused:
+        told = "; ".join(f"{board.name_ranks([rank])}: {notes[rank]['error']}" for rank in refused)
+        raise DisagreementError(f"the ranks disagree at {topic}: refused by its own rank, {told}")
+    fields = [field for field in note if len({str(other.get(field)) for other in notes}) > 1]
+    if fields:
+        told = "; ".join(_differences(board, field, notes) for field in fields)
+        raise DisagreementError(f"the ranks disagree at {topic}: {told}")
+
+
+def _topic(board: Board) -> str:
+    """The next numbered meeting."""
+    topic = f"exchange {board.sequence}"
+    board.sequence += 1
+    return topic
+
+
+def _differences(board: Board, field: str, notes: list[Note]) -> str:
+    """`field` with its values and who brings each, most ranks last: the odd ones come first."""
+    by_value: dict[str, list[int]] = {}
+    for rank, note in enumerate(notes):
+        by_value.setdefault(str(note.get(field)), []).append(rank)
+    groups = sorted(by_value.items(), key=lambda item: (len(item[1]), item[1]))
+    return f"{field}: " + ", ".join(f"{value} on {board.name_ranks(ranks)}" for value, ranks in groups)
+
+
+class refusals:
+    """Context of a rank's own validation: with the check on, a refusal is published before it is raised.
+
+    The other ranks are then not left waiting for one that will not come.
+    """
+
+    __slots__ = ("_device", "_group", "_name")
+
+    def __init__(self, group: Any, tensor: object, name: str) -> None:
+        self._group, self._name = group, name
+        self._device = getattr(tensor, "device", None)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not isinstance(error, Exception):
+            return
+        try:
+            self._publish(f"{type(error).__name__}: {error}")
+        except Exception as failure:  # the refusal itself is what the caller must see
+            logger.debug("a refusal could not be published: %s", failure)
+
+    def _publish(self, told: str) -> None:
+        device = self._device if isinstance(self._device, torch.device) else torch.device("cpu")
+        known: Iterable[GroupState] = _states.get(self._group, {}).values()
+        if any(state.check for state in known) or config.read().check:
+            state_of(self._group, device)  # the others settle first too
+            board = board_of(self._group)
+            sequence = board.sequence
+            board.leave(_topic(board), {"sequence": sequence, "direction": self._name, "error": told})

@@ -1,0 +1,318 @@
+"""Layout + tensors -> what goes to and comes from each peer.
+
+One idea carries every exchange: per peer a box of tokens x heads to send and one to receive. There are two
+sides to a layout, and they are the same for both directions:
+
+    outer   my tokens, all heads     [local_tokens, heads, dim]          send side of dispatch, receive side of return
+    inner   all tokens, my heads     [owned_tokens, local_heads, dim]    receive side of dispatch, send side of return
+
+Suffixes below: T tokens, H heads, D dim, P peers. A *message* is what one peer sends to another: their boxes
+of all parts (Q, K and V, say) side by side on the head axis, `[T, sum(H), D]`, flat. A *wire* is a flat buffer
+of messages in ascending peer order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from .layout import HeadParallelLayout, offsets
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of one tensor `[tokens, heads, dim]`, whole in dim."""
+
+    tokens: slice
+    heads: slice
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tokens.stop - self.tokens.start)
+
+    @property
+    def num_heads(self) -> int:
+        return int(self.heads.stop - self.heads.start)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive messages that one strided copy per part moves.
+
+    Either `columns` messages of the same tokens whose heads follow each other in equal steps, or (with
+    one column) messages of the same heads whose tokens follow each other.
+    """
+
+    start: int  # elements into the wire
+    numel: int
+    columns: int
+    boxes: tuple[Box, ...]  # per part: all the run's tokens x all the run's heads
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The boxes of one side, integers only.
+
+    Args:
+        rank: the rank whose side this is.
+        boxes: `boxes[peer][part]`. Boxes of one peer have the same tokens in every part.
+        shapes: per part `(tokens, heads)`.
+        dim: elements per head.
+    """
+
+    rank: int
+    boxes: tuple[tuple[Box, ...], ...]
+    shapes: tuple[tuple[int, int], ...]
+    dim: int
+
+    @cached_property
+    def numel(self) -> tuple[int, ...]:
+        """Elements of each peer's message."""
+        return tuple(sum(box.num_tokens * box.num_heads for box in boxes) * self.dim for boxes in self.boxes)
+
+    @cached_property
+    def total(self) -> int:
+        """Elements of all messages."""
+        return sum(self.numel)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each peer's message starts in the wire of all peers, in elements; last, where it ends."""
+        return offsets(self.numel)
+
+    @cached_property
+    def is_wire(self) -> bool:
+        """Whether a contiguous tensor of this side already is the wire of all peers."""
+        if len(self.shapes) != 1:
+            return False
+        (_, heads) = self.shapes[0]
+        for (box,), numel, start in zip(self.boxes, self.numel, self.starts, strict=False):
+            rows = box.num_heads == heads or box.num_tokens == 1
+            if numel and not (rows and (box.tokens.start * heads + box.heads.start) * self.dim == start):
+                return False
+        return True
+
+    @cached_property
+    def all_runs(self) -> tuple[Run, ...]:
+        """The runs of the wire of all peers."""
+        return self.runs(range(len(self.boxes)))
+
+    @cached_property
+    def other_runs(self) -> tuple[Run, ...]:
+        """The runs of the wire of all peers but this rank itself."""
+        return self.runs([peer for peer in range(len(self.boxes)) if peer != self.rank])
+
+    @cached_property
+    def peer_runs(self) -> tuple[tuple[Run, ...], ...]:
+        """Per peer, the runs of its message alone: none or one."""
+        return tuple(self.runs([peer]) for peer in range(len(self.boxes)))
+
+    def runs(self, peers: Sequence[int]) -> tuple[Run, ...]:
+        """As few runs as the boxes of these peers allow. Empty messages are no part of any."""
+        found: list[Run] = []
+        start = 0
+        for peer in peers:
+            if not self.numel[peer]:
+                continue
+            joined = _join(found[-1], self.boxes[peer], self.numel[peer]) if found else None
+            if joined is not None:
+                found[-1] = joined
+            else:
+                found.append(Run(start, self.numel[peer], 1, self.boxes[peer]))
+            start += self.numel[peer]
+        return tuple(found)
+
+
+def _join(run: Run, boxes: tuple[Box, ...], numel: int) -> Run | None:
+    """`run` with one more message, where that still is one strided copy."""
+    pairs = list(zip(run.boxes, boxes, strict=True))
+    if all(
+        last.tokens == box.tokens
+        and last.heads.stop == box.heads.start
+        and last.num_heads == run.columns * box.num_heads
+        for last, box in pairs
+    ):
+        wider = tuple(Box(box.tokens, slice(last.heads.start, box.heads.stop)) for last, box in pairs)
+        return Run(run.start, run.numel + numel, run.columns + 1, wider)
+    if run.columns == 1 and all(
+        last.heads == box.heads and last.tokens.stop == box.tokens.start for last, box in pairs
+    ):
+        longer = tuple(Box(slice(last.tokens.start, box.tokens.stop), box.heads) for last, box in pairs)
+        return Run(run.start, run.numel + numel, 1, longer)
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Both sides of a layout for tensors of given head counts and dim."""
+
+    outer: Grid
+    inner: Grid
+
+
+@lru_cache(maxsize=512)
+def plan(layout: HeadParallelLayout, heads: tuple[int, ...], dim: int) -> Plan:
+    """The boxes of an exchange, cached; no tensors.
+
+    Args:
+        layout: whose tokens and heads.
+        heads: heads of each part of the outer side, all shards together. The inner side has one part.
+        dim: elements per head.
+    """
+    shard_starts = [offsets(shard_heads(layout, part_heads)) for part_heads in heads]
+    token_starts = offsets(layout.local_parts)
+    owned_starts = offsets(layout.owned_counts)
+    ranks = range(layout.world_size)
+
+    def outer_boxes(peer: int) -> tuple[Box, ...]:
+        replica, shard = divmod(peer, layout.shards)
+        tokens = slice(token_starts[replica], token_starts[replica + 1])
+        return tuple(Box(tokens, slice(starts[shard], starts[shard + 1])) for starts in shard_starts)
+
+    shard = layout.rank % layout.shards
+    local_heads = sum(starts[shard + 1] - starts[shard] for starts in shard_starts)
+
+    def inner_box(peer: int) -> Box:
+        return Box(slice(owned_starts[peer], owned_starts[peer + 1]), slice(0, local_heads))
+
+    return Plan(
+        outer=Grid(
+            layout.rank,
+            tuple(outer_boxes(peer) for peer in ranks),
+            tuple((layout.local_tokens, part_heads) for part_heads in heads),
+            dim,
+        ),
+        inner=Grid(
+            layout.rank,
+            tuple((inner_box(peer),) for peer in ranks),
+            ((layout.owned_tokens, local_heads),),
+            dim,
+        ),
+    )
+
+
+def shard_heads(layout: HeadParallelLayout, heads: int) -> tuple[int, ...]:
+    """Heads of each shard of a tensor with `heads` heads: the layout's own counts, else equal shards."""
+    if layout.head_counts is not None:
+        return layout.head_counts
+    return (heads // layout.shards,) * layout.shards
+
+
+class Side:
+    """One side of an exchange: tensors in the boxes of a grid.
+
+    Args:
+        grid: the boxes.
+        parts: one tensor `[tokens, heads, dim]` per part of the grid, of any strides.
+        dtype: element type on the wire; parts of another type are converted by the copy.
+
+    Attributes:
+        flat: 1-D alias of the wire of all peers, where the parts already are that: nothing to copy.
+    """
+
+    __slots__ = ("flat", "grid", "parts")
+
+    def __init__(self, grid: Grid, parts: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+        self.grid = grid
+        self.parts = parts
+        self.flat = parts[0].view(-1) if grid.is_wire and _has_wire_bytes(parts[0], dtype) else None
+
+    def pack(self, wire: Tensor, runs: tuple[Run, ...]) -> None:
+        """Copy the boxes of these runs into their wire, one strided copy per run and part."""
+        for run in runs:
+            for message, box in self._views(wire, run):
+                message.copy_(box)
+
+    def unpack(self, wire: Tensor, runs: tuple[Run, ...]) -> None:
+        """Copy the wire of these runs into their boxes, one strided copy per run and part."""
+        for run in runs:
+            for message, box in self._views(wire, run):
+                box.copy_(message)
+
+    def box(self, part: int, box: Box) -> Tensor:
+        """The view `[tokens, heads, dim]` of one box."""
+        return self.parts[part][box.tokens, box.heads]
+
+    def _views(self, wire: Tensor, run: Run) -> Iterator[tuple[Tensor, Tensor]]:
+        """Per part the same elements `[P, T, H, D]`, once in the wire and once in the part."""
+        columns, tokens, dim = run.columns, run.boxes[0].num_tokens, self.grid.dim
+        messages_PTHD = wire[run.start : run.start + run.numel].view(columns, tokens, -1, dim)
+        head = 0
+        for part, box in enumerate(run.boxes):
+            heads = box.num_heads // columns
+            boxes_TPHD = self.box(part, box).view(tokens, columns, heads, dim)
+            yield messages_PTHD.narrow(2, head, heads), boxes_TPHD.transpose(0, 1)
+            head += heads
+
+
+def _has_wire_bytes(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the tensor's memory, read in order, is its elements in `dtype`."""
+    return tensor.dtype == dtype and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """What an implementation gets: two sides, and the receive side's tensor as the result.
+
+    Args:
+        name: "dispatch" or "return".
+        send: what goes out. Owned by the caller, not to be written.
+        recv: where it arrives. One part, `result`, freshly allocated and contiguous.
+        rank: this rank in the group.
+        result: `[tokens, heads, dim]`.
+    """
+
+    name: str
+    send: Side
+    recv: Side
+    rank: int
+    result: Tensor
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group."""
+        return len(self.send.grid.boxes)
+
+    def copy_own(self) -> None:
+        """Move the rank's own block from the input to the result, box to box."""
+        if not self.recv.grid.numel[self.rank]:
+            return
+        (target,) = self.recv.grid.boxes[self.rank]
+        target_THD = self.recv.box(0, target)
+        head = 0
+        for part, box in enumerate(self.send.grid.boxes[self.rank]):
+            target_THD.narrow(1, head, box.num_heads).copy_(self.send.box(part, box))
+            head += box.num_heads
+
+    def __str__(self) -> str:
+        shapes = ", ".join(str(list(part.shape)) for part in self.send.parts)
+        return f"head-parallel {self.name} of {shapes} {self.result.dtype} on rank {self.rank} of {self.world_size}"
+
+
+def dispatch(parts: tuple[Tensor, ...], layout: HeadParallelLayout, dtype: torch.dtype) -> Exchange:
+    """The exchange `[local_tokens, heads_i, dim]` each -> `[owned_tokens, sum of local heads_i, dim]`.
+
+    The result is allocated here, uninitialised.
+    """
+    dim = parts[0].shape[2]
+    sides = plan(layout, tuple(part.shape[1] for part in parts), dim)
+    return _exchange("dispatch", sides.outer, parts, sides.inner, layout.rank, dtype)
+
+
+def undispatch(tensor: Tensor, layout: HeadParallelLayout, heads: int) -> Exchange:
+    """The exchange `[owned_tokens, local_heads, dim] -> [local_tokens, heads, dim]`, dispatch reversed.
+
+    The result is allocated here, uninitialised.
+    """
+    sides = plan(layout, (heads,), tensor.shape[2])
+    return _exchange("return", sides.inner, (tensor,), sides.outer, layout.rank, tensor.dtype)
+
+
+def _exchange(name: str, send: Grid, parts: tuple[Tensor, ...], recv: Grid, rank: int, dtype: torch.dtype) -> Exchange:
+    (shape,) = recv.shapes
+    result = torch.empty((*shape, recv.dim), dtype=dtype, device=parts[0].device)
+    return Exchange(name, Side(send, parts, dtype), Side(recv, (result,), dtype), rank, result)

@@ -1,0 +1,25 @@
+"""The ways to carry out an exchange. Each is a callable `(Exchange, ProcessGroup) -> Pending`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..blocks import Exchange
+
+
+class Pending(Protocol):
+    """An exchange under way. It owns the staging buffers until it is done."""
+
+    def wait(self) -> Tensor:
+        """Order the current stream after the transfer, unpack what is staged and return the result.
+
+        Idempotent. A handle may also be dropped without waiting: the result is then undefined, later
+        exchanges are not.
+        """
+        ...
+
+
+Implementation = Callable[[Exchange, Any], Pending]

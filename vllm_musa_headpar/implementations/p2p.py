@@ -1,0 +1,150 @@
+"""`p2p`: grouped point-to-point, shaped for MCCL.
+
+MCCL has no native all-to-all: `all_to_all_single` becomes one group of sends and receives with every rank,
+including the rank itself. Posting that group ourselves saves what the collective cannot: the own block is one
+copy from box to box, made while the transfer is under way, and is never staged; contiguous sides are sent and
+received in place; strided ones are staged without it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..blocks import Exchange, Side
+
+NAME = "p2p"
+
+# Transfers whose handle was dropped before `wait()`, per group: an abandoned receive would swallow the
+# next message of its peer, so its buffers live on and the next exchange of the group ends it first.
+_abandoned: weakref.WeakKeyDictionary[Any, list[Transfer]] = weakref.WeakKeyDictionary()
+
+
+class Transfer:
+    """The works of one batch with every tensor they touch. `messages[i]` belongs to `works[i]` where the
+    backend returns one work per message; a coalesced batch has one work for all."""
+
+    def __init__(self, works: list[Any], buffers: tuple[Tensor | None, ...]) -> None:
+        self.works = works
+        self.buffers = buffers
+
+    def wait(self) -> None:
+        while self.works:
+            self.works.pop(0).wait()
+        self.buffers = ()
+
+
+class Posted:
+    """A posted batch; owns the staging until done."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        group: Any,
+        transfer: Transfer,
+        incoming: Tensor | None,
+        sources: list[int] | None,
+    ) -> None:
+        self._exchange = exchange
+        self._group = group
+        self._transfer = transfer
+        self._incoming = incoming  # [elements of the other ranks' messages] staging, None where received in place
+        self._sources = sources  # the peers whose messages the first works are, None where one work is all
+
+    def wait(self) -> Tensor:
+        incoming, self._incoming = self._incoming, None
+        if incoming is not None:
+            with torch.no_grad():
+                self._unpack(incoming)
+        self._transfer.wait()
+        return self._exchange.result
+
+    def _unpack(self, incoming: Tensor) -> None:
+        recv, works = self._exchange.recv, self._transfer.works
+        if self._sources is None:
+            self._transfer.wait()
+            recv.unpack(incoming, recv.grid.other_runs)
+            return
+        for peer in self._sources:
+            works.pop(0).wait()
+            recv.unpack(_message(recv, incoming, peer), recv.grid.peer_runs[peer])
+
+    def __del__(self) -> None:
+        if self._transfer.works:
+            _abandoned.setdefault(self._group, []).append(self._transfer)
+
+
+def p2p(exchange: Exchange, group: Any) -> Posted:
+    """One `batch_isend_irecv` per exchange. Empty messages are left out on both ends by the same rule.
+
+    Everything travels as bytes: MCCL refuses some element types, and none of their bits matter here.
+    """
+    for transfer in _abandoned.pop(group, ()):
+        transfer.wait()
+    send, recv = exchange.send, exchange.recv
+    outgoing = _staging(send, exchange)
+    if outgoing is not None:
+        send.pack(outgoing, send.grid.other_runs)
+    incoming = _staging(recv, exchange)
+    receives = [
+        (peer, dist.P2POp(dist.irecv, _bytes(_message(recv, incoming, peer)), group=group, group_peer=peer))
+        for peer in _peers(exchange, recv, step=-1)
+    ]
+    sends = [
+        dist.P2POp(dist.isend, _bytes(_message(send, outgoing, peer)), group=group, group_peer=peer)
+        for peer in _peers(exchange, send, step=1)
+    ]
+    operations = [operation for _, operation in receives] + sends
+    works = list(dist.batch_isend_irecv(operations)) if operations else []
+    transfer = Transfer(works, (outgoing, incoming, exchange.result, *send.parts))
+    per_message = len(works) == len(operations)
+    posted = Posted(exchange, group, transfer, incoming, [peer for peer, _ in receives] if per_message else None)
+    exchange.copy_own()
+    return posted
+
+
+def unusable(group: Any, device: torch.device, backend: str) -> str | None:
+    """Why this must not be used on a group: on MCCL only a coalesced batch is one launch without deadlock."""
+    if backend == "gloo":  # its sends and receives are independent of each other
+        return None
+    try:
+        coalesces = bool(group._get_backend(device).supports_coalescing)
+    except Exception as error:
+        return f"cannot ask backend {backend} whether it coalesces point-to-point batches: {error}"
+    return None if coalesces else f"backend {backend} does not coalesce point-to-point batches"
+
+
+def _peers(exchange: Exchange, side: Side, step: int) -> Iterator[int]:
+    """The ranks with a message on this side, from the next one on, so that not all start on rank 0."""
+    for distance in range(1, exchange.world_size):
+        peer = (exchange.rank + step * distance) % exchange.world_size
+        if side.grid.numel[peer]:
+            yield peer
+
+
+def _staging(side: Side, exchange: Exchange) -> Tensor | None:
+    """A wire of the other ranks' messages, None where the side's own memory is the wire."""
+    if side.flat is not None:
+        return None
+    numel = side.grid.total - side.grid.numel[exchange.rank]
+    return torch.empty(numel, dtype=exchange.result.dtype, device=exchange.result.device)
+
+
+def _message(side: Side, staging: Tensor | None, peer: int) -> Tensor:
+    """One peer's message in the staging, or in the side's own memory."""
+    start, numel = side.grid.starts[peer], side.grid.numel[peer]
+    if staging is None:
+        assert side.flat is not None
+        return side.flat[start : start + numel]
+    if peer > side.grid.rank:
+        start -= side.grid.numel[side.grid.rank]
+    return staging[start : start + numel]
+
+
+def _bytes(message: Tensor) -> Tensor:
+    return message.view(torch.uint8)

@@ -1,0 +1,51 @@
+"""`all_to_all`: the exchange as upstream does it, one packed `all_to_all_single`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..blocks import Exchange
+
+NAME = "all_to_all"
+
+
+class Received:
+    """The collective has been issued and waited for; only the unpacking is left."""
+
+    def __init__(self, exchange: Exchange, wire: Tensor) -> None:
+        self._exchange = exchange
+        self._wire: Tensor | None = wire  # [elements of all messages], staging unless it aliases the result
+
+    def wait(self) -> Tensor:
+        recv = self._exchange.recv
+        if self._wire is not None and recv.flat is None:
+            with torch.no_grad():
+                recv.unpack(self._wire, recv.grid.all_runs)
+        self._wire = None
+        return self._exchange.result
+
+
+def all_to_all(exchange: Exchange, group: Any) -> Received:
+    """One `torch.distributed.all_to_all_single` of flat buffers, sizes in elements.
+
+    Sides that already are wire format are used in place; a strided one is packed or unpacked by one copy.
+    """
+    send, recv, result = exchange.send, exchange.recv, exchange.result
+    outgoing, incoming = send.flat, recv.flat
+    if outgoing is None:
+        outgoing = torch.empty(send.grid.total, dtype=result.dtype, device=result.device)
+        send.pack(outgoing, send.grid.all_runs)
+    if incoming is None:
+        incoming = torch.empty(recv.grid.total, dtype=result.dtype, device=result.device)
+    dist.all_to_all_single(
+        incoming,
+        outgoing,
+        output_split_sizes=list(recv.grid.numel),
+        input_split_sizes=list(send.grid.numel),
+        group=group,
+    )
+    return Received(exchange, incoming)
