@@ -1,1 +1,1 @@
-"""TODO"""
+"""What is patched in the serving software, and the ledger that keeps account of it."""

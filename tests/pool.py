@@ -1,0 +1,114 @@
+"""Rank processes that stay: starting one costs seconds, so the tests share them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+from unittest import mock
+
+from vllm_musa_headpar.testing.ranks import RankFailure
+
+
+@contextmanager
+def process_group(rank: int, nproc: int, store: str, backend: str = "gloo", timeout: float = 30.0) -> Iterator[Any]:
+    """A default process group for the time of the block; yields it."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=nproc, timeout=timedelta(seconds=timeout)
+    )
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def environment(**variables: str) -> Any:
+    """Environment variables for the time of the block; those of the plugin that are not named are unset."""
+    from vllm_musa_headpar.config import VARIABLES
+
+    plain = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    return mock.patch.dict(os.environ, {**plain, **variables}, clear=True)
+
+
+class RankPool:
+    """Like `run_ranks`, in processes that are kept. After a failure all of them are replaced.
+
+    A function must leave its process as it found it: process groups, environment, patches.
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def __call__(self, function: Callable[..., Any], nproc: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Call `function(rank, nproc, store, *args)` in `nproc` ranks; their results in rank order."""
+        while len(self._workers) < nproc:
+            self._workers.append(_start())
+        workers = self._workers[:nproc]
+        with tempfile.TemporaryDirectory(prefix="headpar-") as folder:
+            for rank, (_, pipe) in enumerate(workers):
+                pipe.send((function, rank, nproc, os.path.join(folder, "store"), args))
+            results, failures = _collect([pipe for _, pipe in workers], timeout)
+        if failures:
+            self.close()
+            raise RankFailure("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
+        return [results[rank] for rank in range(nproc)]
+
+    def close(self) -> None:
+        for process, _ in self._workers:
+            process.kill()
+        for process, _ in self._workers:
+            process.join()
+        self._workers.clear()
+
+
+def _start() -> tuple[Any, Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, rank, nproc, store, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, function(rank, nproc, store, *args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+
+
+def _collect(pipes: list[Connection], timeout: float, grace: float = 15.0) -> tuple[dict[int, Any], dict[int, str]]:
+    deadline = time.monotonic() + timeout
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    pending = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while pending and (remaining := deadline - time.monotonic()) > 0:
+        for ready in wait(list(pending), remaining):
+            rank = pending.pop(ready)  # type: ignore[arg-type]
+            try:
+                succeeded, value = ready.recv()  # type: ignore[union-attr]
+            except EOFError:
+                succeeded, value = False, "the process died"
+            (results if succeeded else failures)[rank] = value
+            if failures:
+                deadline = min(deadline, time.monotonic() + grace)
+    failures.update({rank: "still running at the time limit" for rank in pending.values()})
+    return results, failures

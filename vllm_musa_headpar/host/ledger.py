@@ -1,0 +1,251 @@
+"""The ledger: every patch of other people's software is a record here, applied, reported and undone alike."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from types import ModuleType
+from typing import Any
+
+from .stock import why_not_stock
+
+HOST = "vllm_omni"
+MISSING = object()
+
+# Statuses
+OFF = "off"  # the plugin has not been switched on in this process
+PENDING = "pending"  # the host is not loaded yet
+APPLIED = "applied"
+NOT_NEEDED = "not needed"
+REFUSED = "refused"  # drift, or another's patch in the way; nothing was touched
+OVERLAID = "overlaid"  # applied, and since wrapped or replaced by someone else
+UNDONE = "undone"
+
+
+class Refused(Exception):
+    """The record does not fit what is there. The message is its status's reason."""
+
+
+class NotNeeded(Exception):
+    """This host does without the record. The message is its status's reason."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One name that is given another value: an attribute, or a key of a dict."""
+
+    owner: Any
+    name: str
+    original: Any
+    replacement: Any
+
+    @property
+    def current(self) -> Any:
+        return _namespace(self.owner).get(self.name, MISSING)
+
+    def set(self, value: Any) -> None:
+        if isinstance(self.owner, dict):
+            if value is MISSING:
+                self.owner.pop(self.name, None)
+            else:
+                self.owner[self.name] = value
+        elif value is MISSING:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, value)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One patch.
+
+    Args:
+        name: short and unique.
+        replaces: what it replaces, `module:qualified name`.
+        why: what is better with it.
+        how: what it does.
+        hosts: where it applies.
+        until: what makes it unnecessary.
+        bindings: finds the names to give other values, without touching any. Raises Refused or NotNeeded.
+    """
+
+    name: str
+    replaces: str
+    why: str
+    how: str
+    hosts: str
+    until: str
+    bindings: Callable[[], list[Binding]] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class RecordStatus:
+    """A record with what became of it in this process."""
+
+    name: str
+    status: str
+    reason: str
+    replaces: str
+    why: str
+    how: str
+    hosts: str
+    until: str
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+@dataclass
+class _Entry:
+    record: Record
+    status: str = OFF
+    reason: str = "the plugin has not been switched on in this process"
+    applied: list[Binding] = field(default_factory=list)
+
+
+class Ledger:
+    """All records of one process. Not thread-safe by itself: the plugin holds a lock."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._entries = [_Entry(record) for record in records]
+
+    def apply(self) -> list[RecordStatus]:
+        """Apply what can be applied and is not yet.
+
+        Returns:
+            The records that were refused in this call.
+        """
+        waiting = why_pending()
+        refused = []
+        for entry in self._entries:
+            if entry.status in (APPLIED, NOT_NEEDED, REFUSED):
+                continue
+            if waiting is not None:
+                entry.status, entry.reason = PENDING, waiting
+                continue
+            self._apply(entry)
+            if entry.status == REFUSED:
+                refused.append(_status(entry))
+        return refused
+
+    @staticmethod
+    def _apply(entry: _Entry) -> None:
+        done: list[Binding] = []
+        try:
+            for binding in entry.record.bindings():
+                binding.set(binding.replacement)
+                done.append(binding)
+        except NotNeeded as reason:
+            entry.status, entry.reason = NOT_NEEDED, str(reason)
+        except Refused as reason:
+            entry.status, entry.reason = REFUSED, str(reason)
+        except Exception as error:  # whatever a host may hold: one record is lost, not the server
+            entry.status, entry.reason = REFUSED, f"{type(error).__name__}: {error}"
+        else:
+            entry.status, entry.reason, entry.applied = APPLIED, "", done
+            return
+        for binding in reversed(done):
+            binding.set(binding.original)
+
+    def report(self) -> list[RecordStatus]:
+        """Every record with its status as of now."""
+        return [_status(entry) for entry in self._entries]
+
+    def undo(self) -> list[RecordStatus]:
+        """Give every name its original value back, wherever it has been imported since.
+
+        Returns:
+            The records that could not be undone because someone has patched over them.
+        """
+        kept = []
+        for entry in reversed(self._entries):
+            if entry.status != APPLIED:
+                continue
+            if _overlaid(entry) is not None:
+                kept.append(_status(entry))
+                continue
+            for binding in reversed(entry.applied):
+                binding.set(binding.original)
+                if binding.original is not MISSING:
+                    for owner, name in imports_of(binding.replacement, HOST):
+                        setattr(owner, name, binding.original)
+            entry.status, entry.reason, entry.applied = UNDONE, "taken back", []
+        return kept
+
+
+def why_pending() -> str | None:
+    """Why the host cannot be patched yet; None if it can."""
+    host = sys.modules.get(HOST)
+    if host is None:
+        return f"{HOST} is not loaded in this process"
+    if getattr(getattr(host, "__spec__", None), "_initializing", False):
+        return f"{HOST} is still being imported"
+    return None
+
+
+def load(module: str) -> ModuleType:
+    """Import a module of the host.
+
+    Raises:
+        Refused: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        raise Refused(f"{module} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def stock_function(module: ModuleType, qualname: str, signature: str, fingerprint: str | None) -> tuple[Any, str, Any]:
+    """Where a stock function hangs: its owner, its name there, and itself.
+
+    Raises:
+        Refused: there is none of that name, or it is not the one expected.
+    """
+    path, _, name = qualname.rpartition(".")
+    owner: Any = module
+    for step in filter(None, path.split(".")):
+        owner = _namespace(owner).get(step)
+    function = _namespace(owner).get(name, MISSING) if owner is not None else MISSING
+    if function is MISSING:
+        raise Refused(f"{module.__name__} has no {qualname}")
+    reason = why_not_stock(function, module, signature, fingerprint)
+    if reason is not None:
+        raise Refused(f"{module.__name__}.{qualname} is not the one this patch was written for: {reason}")
+    return owner, name, function
+
+
+def imports_of(value: Any, package: str) -> list[tuple[ModuleType, str]]:
+    """Every module-level name within a package that is bound to this very object."""
+    return [
+        (module, name)
+        for module_name, module in sorted(sys.modules.items())
+        if isinstance(module, ModuleType) and (module_name == package or module_name.startswith(f"{package}."))
+        for name, bound in list(vars(module).items())
+        if bound is value
+    ]
+
+
+def _namespace(owner: Any) -> Any:
+    return owner if isinstance(owner, dict) else vars(owner)
+
+
+def _overlaid(entry: _Entry) -> str | None:
+    for binding in entry.applied:
+        current = binding.current
+        if current is not binding.replacement:
+            what = "gone" if current is MISSING else f"{current!r}"
+            owner = getattr(binding.owner, "__name__", "the module table")
+            return f"{owner}.{binding.name} has been replaced since; it is now {what}"
+    return None
+
+
+def _status(entry: _Entry) -> RecordStatus:
+    status, reason = entry.status, entry.reason
+    if status == APPLIED and (overlaid := _overlaid(entry)) is not None:
+        status, reason = OVERLAID, overlaid
+    record = entry.record
+    return RecordStatus(
+        record.name, status, reason, record.replaces, record.why, record.how, record.hosts, record.until
+    )

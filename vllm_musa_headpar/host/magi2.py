@@ -1,0 +1,381 @@
+"""What is patched of MAGI-2 on hosts of vLLM-Omni 0.30.0's kind. Each patch keeps every bit of its output.
+
+Functions here are made for the host's module that they serve: groups are found through that module at call
+time, as the host finds them. Shapes are `[tokens, heads, dim]`.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from functools import lru_cache, reduce
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import exchange
+from ..agreement import refusals
+from ..layout import HeadParallelLayout
+from .head_parallel import MAGI2, require_stock_wrappers
+from .ledger import Binding, NotNeeded, Record, Refused, imports_of, load, stock_function
+from .stock import why_not_stock
+
+Function = Callable[..., Any]
+
+
+def process_group_of(group: Any) -> Any:
+    """The torch group of a `Magi2ParallelGroup`; None within means the default group, as torch reads it."""
+    return dist.group.WORLD if group.group is None else group.group
+
+
+def discover_counts(local_tokens: int, group: Any, device: torch.device) -> tuple[int, ...]:
+    """Each rank's token count, by one collective and one host sync."""
+    local = torch.tensor([local_tokens], dtype=torch.int64, device=device)
+    counts = [torch.empty_like(local) for _ in range(group.world_size)]
+    dist.all_gather(counts, local, group=process_group_of(group))
+    return tuple(torch.cat(counts).tolist())
+
+
+def _layout(counts: Iterable[Any], group: Any, head_counts: tuple[int, ...] | None = None) -> HeadParallelLayout:
+    """The layout for counts as MAGI-2 has them, any integers, checked against the group."""
+    layout = exchange.cached_layout(tuple(map(operator.index, counts)), group.rank, head_counts)
+    layout.validate_group(process_group_of(group))
+    return layout
+
+
+def make_ep_dispatch(parallel: ModuleType) -> Function:
+    def ep_dispatch(tensor: Tensor, group: Any = None, sequence_split_sizes: Sequence[int] | None = None) -> Tensor:
+        """Dispatch `[S, H, D] -> [sum(S_r), H / ranks, D]` through the group's exchange."""
+        group = group or parallel.get_magi2_ep_group()
+        if group.world_size == 1:
+            return tensor
+        torch_group = process_group_of(group)
+        with refusals(torch_group, tensor, "dispatch"):
+            if tensor.ndim != 3 or tensor.shape[1] % group.world_size:
+                heads = tensor.shape[1] if tensor.ndim >= 2 else "?"
+                raise ValueError(f"MoE head count {heads} must divide by EP size {group.world_size}")
+        tokens, heads, dim = tensor.shape
+        sizes = sequence_split_sizes
+        if sizes is None:
+            sizes = discover_counts(tokens, group, tensor.device)
+        with refusals(torch_group, tensor, "dispatch"):
+            if len(sizes) != group.world_size or sizes[group.rank] != tokens:
+                raise ValueError("EP sequence split sizes do not describe the local tensor")
+            layout = _layout(sizes, group)
+        if not heads or not dim:
+            return tensor.new_empty((layout.total_tokens, heads // group.world_size, dim))
+        return exchange.dispatch((tensor,), torch_group, layout, tensor.dtype)
+
+    return ep_dispatch
+
+
+def make_ep_undispatch(parallel: ModuleType) -> Function:
+    def ep_undispatch(tensor: Tensor, group: Any = None, sequence_split_sizes: Sequence[int] | None = None) -> Tensor:
+        """Return `[sum(S_r), H, D] -> [S_rank, ranks * H, D]` through the group's exchange."""
+        group = group or parallel.get_magi2_ep_group()
+        if group.world_size == 1:
+            return tensor
+        torch_group = process_group_of(group)
+        sizes = sequence_split_sizes
+        with refusals(torch_group, tensor, "return"):
+            if tensor.ndim != 3:
+                raise ValueError("EP-dispatched tensor must be [global_tokens,local_heads,dim]")
+            if sizes is None:
+                if tensor.shape[0] % group.world_size:
+                    raise ValueError("uneven EP sequence requires explicit split sizes")
+                sizes = [tensor.shape[0] // group.world_size] * group.world_size
+            if len(sizes) != group.world_size or sum(sizes) != tensor.shape[0]:
+                raise ValueError("EP sequence split sizes do not partition the global tensor")
+            layout = _layout(sizes, group)
+        _, local_heads, dim = tensor.shape
+        heads = group.world_size * local_heads
+        if not heads or not dim:
+            return tensor.new_empty((layout.local_tokens, heads, dim))
+        return exchange.undispatch(tensor, torch_group, layout, heads)
+
+    return ep_undispatch
+
+
+def make_scatter_heads_gather_seqlen(parallel: ModuleType) -> Function:
+    def scatter_heads_gather_seqlen(
+        tensors: Iterable[Tensor], split_sizes: Sequence[int], group: Any = None
+    ) -> list[Tensor]:
+        """Dispatch Q, K and V, `[S_rank, ranks * H_i, D]` each, as one exchange straight from where they lie.
+
+        Returns:
+            Views `[sum(S_r), H_i, D]` of one buffer, strides included: attention kernels read them so.
+        """
+        group = group or parallel.get_magi2_ulysses_group()
+        tensors = list(tensors)
+        if group.world_size == 1:
+            return tensors
+        if not tensors:
+            return []
+        torch_group = process_group_of(group)
+        with refusals(torch_group, tensors[0], "dispatch"):
+            local_tokens = split_sizes[group.rank]
+            if len(split_sizes) != group.world_size:
+                raise ValueError("split_sizes length must equal the Ulysses world size")
+            if any(tensor.ndim != 3 or tensor.shape[0] != local_tokens for tensor in tensors):
+                raise ValueError("all Ulysses inputs must be [local_tokens, heads, dim]")
+            dim = tensors[0].shape[-1]
+            if any(tensor.shape[-1] != dim or tensor.shape[1] % group.world_size for tensor in tensors):
+                raise ValueError("attention heads must divide evenly across Ulysses ranks")
+            if any(tensor.device != tensors[0].device for tensor in tensors):
+                devices = ", ".join(str(tensor.device) for tensor in tensors)
+                raise ValueError(f"all Ulysses inputs must be on one device, got {devices}")
+            layout = _layout(split_sizes, group)
+        local_heads = [tensor.shape[1] // group.world_size for tensor in tensors]
+        dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+        if sum(local_heads) and dim:
+            fused = exchange.dispatch(tuple(tensors), torch_group, layout, dtype)
+        else:
+            fused = tensors[0].new_empty((layout.total_tokens, sum(local_heads), dim), dtype=dtype)
+        return list(torch.split(fused, local_heads, dim=1))
+
+    return scatter_heads_gather_seqlen
+
+
+def make_scatter_seqlen_gather_heads(parallel: ModuleType) -> Function:
+    def scatter_seqlen_gather_heads(tensor: Tensor, split_sizes: Sequence[int], group: Any = None) -> Tensor:
+        """Return the attention output, `[sum(S_r), H, D] -> [S_rank, ranks * H, D]`."""
+        group = group or parallel.get_magi2_ulysses_group()
+        if group.world_size == 1:
+            return tensor
+        torch_group = process_group_of(group)
+        with refusals(torch_group, tensor, "return"):
+            if tensor.ndim != 3 or not tensor.is_contiguous():
+                raise ValueError("Ulysses attention input must be contiguous [S,H,D]")
+            if len(split_sizes) != group.world_size or sum(split_sizes) != tensor.shape[0]:
+                raise ValueError("split_sizes must partition the input sequence")
+            layout = _layout(split_sizes, group)
+        _, local_heads, dim = tensor.shape
+        heads = group.world_size * local_heads
+        if not heads or not dim:
+            return tensor.new_empty((layout.local_tokens, heads, dim))
+        return exchange.undispatch(tensor, torch_group, layout, heads)
+
+    return scatter_seqlen_gather_heads
+
+
+# How the layer that is being computed has split the tokens over the Ulysses group; None outside of a layer.
+_token_split: ContextVar[Any] = ContextVar("headpar_token_split", default=None)
+
+
+def make_layer_forward(stock: Function) -> Function:
+    @functools.wraps(stock)
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        rope: Tensor,
+        varlen_handler: Any,
+        modality_dispatcher: Any,
+        cp_split_sizes: Any,
+    ) -> Tensor:
+        held = _token_split.set(cp_split_sizes)
+        try:
+            output: Tensor = stock(self, hidden_states, rope, varlen_handler, modality_dispatcher, cp_split_sizes)
+            return output
+        finally:
+            _token_split.reset(held)
+
+    return forward
+
+
+def known_counts(parallel: ModuleType, group: Any, local_tokens: int) -> tuple[int, ...] | None:
+    """The token counts that the layer's split already tells, or None where it does not describe this group.
+
+    All ranks come to the same answer: it depends on the groups and the split alone, which are the same for all.
+
+    Raises:
+        ValueError: the split describes this group and contradicts the local length.
+    """
+    split = _token_split.get()
+    if type(split) is not list or len(split) != group.world_size or not all(type(size) is int for size in split):
+        return None
+    ulysses = parallel.get_magi2_ulysses_group()
+    if ulysses.group is not group.group or (ulysses.world_size, ulysses.rank) != (group.world_size, group.rank):
+        return None
+    if split[group.rank] != local_tokens:
+        raise ValueError(
+            f"the layer's token split {split} gives rank {group.rank} {split[group.rank]} tokens, "
+            f"but its MoE input has {local_tokens}"
+        )
+    return tuple(split)
+
+
+@lru_cache(maxsize=64)
+def real_head_counts(heads: int, heads_per_rank: int, ranks: int) -> tuple[int, ...] | None:
+    """The host's padded head shards, clipped to the heads that there are; None where no shard is padded.
+
+    12 heads in shards of 2 on 8 ranks: (2, 2, 2, 2, 2, 2, 0, 0).
+    """
+    if heads == heads_per_rank * ranks:
+        return None
+    return tuple(min(heads_per_rank, max(0, heads - rank * heads_per_rank)) for rank in range(ranks))
+
+
+def make_moe_forward(stock: Function, parallel: ModuleType) -> Function:
+    @functools.wraps(stock)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        group = self.ep_group
+        if group.world_size == 1 or group.replicated_sequence:
+            output: Tensor = stock(self, x)
+            return output
+        torch_group = process_group_of(group)
+        x_heads = x.view(-1, self.num_heads, self.d_head)
+        with refusals(torch_group, x, "dispatch"):
+            counts = known_counts(parallel, group, x_heads.shape[0])
+        if counts is None:
+            counts = discover_counts(x_heads.shape[0], group, x.device)
+        with refusals(torch_group, x, "dispatch"):
+            head_counts = real_head_counts(self.num_heads, self.local_num_heads, group.world_size)
+            layout = _layout(counts, group, head_counts)
+        routed = exchange.dispatch((x_heads,), torch_group, layout, x.dtype)
+        if self.has_real_moe_heads:
+            real = routed.shape[1]
+            routed = self._local_forward(_padded(routed, self.local_num_heads))[:, :real]
+        combined = exchange.undispatch(routed, torch_group, layout, self.num_heads)
+        return combined.view(-1, self.num_heads * self.d_head)
+
+    return forward
+
+
+def _padded(tensor: Tensor, heads: int) -> Tensor:
+    """`[T, fewer heads, D] -> [T, heads, D]` with zero heads behind, as the host pads before the exchange."""
+    if tensor.shape[1] == heads:
+        return tensor
+    padded = tensor.new_zeros((tensor.shape[0], heads, tensor.shape[2]))
+    padded[:, : tensor.shape[1]] = tensor
+    return padded
+
+
+def _replace_function(
+    name: str, fingerprint: str, signature: str, user: str, make: Callable[[ModuleType], Function]
+) -> Callable[[], list[Binding]]:
+    """Bindings of a function of `parallel`, there and wherever MAGI-2 imported it by name."""
+
+    def bindings() -> list[Binding]:
+        parallel = require_stock_wrappers()
+        _, _, original = stock_function(parallel, name, signature, fingerprint)
+        importer = load(f"{MAGI2}.{user}")
+        importers = imports_of(original, MAGI2)
+        if not any(module is importer for module, _ in importers):
+            found = getattr(importer, name, "nothing of that name")
+            raise Refused(f"{importer.__name__} does not use {parallel.__name__}.{name}, but {found!r}")
+        replacement = make(parallel)
+        return [Binding(module, alias, original, replacement) for module, alias in importers]
+
+    return bindings
+
+
+def _layer_split() -> list[Binding]:
+    require_stock_wrappers()
+    _require_no_counts_parameter(load(f"{MAGI2}.mh_moe"))
+    owner, name, original = stock_function(
+        load(f"{MAGI2}.modeling_magi2"),
+        "Magi2TransformerLayer.forward",
+        "(self, hidden_states, rope, varlen_handler, modality_dispatcher, cp_split_sizes)",
+        None,
+    )
+    return [Binding(owner, name, original, make_layer_forward(original))]
+
+
+def _moe_forward() -> list[Binding]:
+    parallel = require_stock_wrappers()
+    mh_moe = load(f"{MAGI2}.mh_moe")
+    owner, name, original = stock_function(mh_moe, "Magi2MultiHeadMoE.forward", "(self, x)", "dd7b8587f8f84245")
+    for helper in ("ep_dispatch", "ep_undispatch"):
+        # Ours goes past these two: whatever somebody else put in their place would be lost.
+        used = getattr(mh_moe, helper, None)
+        foreign = why_not_stock(used, parallel, _EP_SIGNATURE, None)
+        if foreign is not None and getattr(used, "__module__", None) != __name__:
+            raise Refused(f"{mh_moe.__name__}.{helper}, which it would go past, is another's: {foreign}")
+    return [Binding(owner, name, original, make_moe_forward(original, parallel))]
+
+
+def _require_no_counts_parameter(mh_moe: ModuleType) -> None:
+    forward = getattr(getattr(mh_moe, "Magi2MultiHeadMoE", None), "forward", None)
+    code = getattr(forward, "__code__", None)
+    if code is not None and "sequence_split_sizes" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        raise NotNeeded("this host's MoE layer takes sequence_split_sizes itself")
+
+
+_EP_SIGNATURE = "(tensor, group=None, sequence_split_sizes=None)"
+_HOSTS = "vLLM-Omni 0.30.0, and versions without the exchange module whose function is still the same"
+_UNTIL = "a vLLM-Omni with vllm_omni.diffusion.distributed.head_parallel"
+
+RECORDS = (
+    Record(
+        name="magi2.ep_dispatch",
+        replaces=f"{MAGI2}.parallel:ep_dispatch",
+        why="MoE dispatch uses the exchange that suits the backend, and packs with one copy",
+        how="same checks, messages and count discovery, then the exchange; rebound in mh_moe",
+        hosts=_HOSTS,
+        until=_UNTIL,
+        bindings=_replace_function("ep_dispatch", "b17c2f13713e39c0", _EP_SIGNATURE, "mh_moe", make_ep_dispatch),
+    ),
+    Record(
+        name="magi2.ep_undispatch",
+        replaces=f"{MAGI2}.parallel:ep_undispatch",
+        why="MoE return uses the exchange that suits the backend",
+        how="same checks, messages and equal-split default, then the exchange; rebound in mh_moe",
+        hosts=_HOSTS,
+        until=_UNTIL,
+        bindings=_replace_function("ep_undispatch", "b3f09ecb14ac1e99", _EP_SIGNATURE, "mh_moe", make_ep_undispatch),
+    ),
+    Record(
+        name="magi2.known_counts",
+        replaces=f"{MAGI2}.modeling_magi2:Magi2TransformerLayer.forward",
+        why="a MoE layer needs no collective and no host sync to learn counts that the transformer knows",
+        how="wraps the forward, same signature, and holds cp_split_sizes for the time of the call",
+        hosts=_HOSTS,
+        until="a vLLM-Omni whose MoE layer takes sequence_split_sizes",
+        bindings=_layer_split,
+    ),
+    Record(
+        name="magi2.moe_forward",
+        replaces=f"{MAGI2}.mh_moe:Magi2MultiHeadMoE.forward",
+        why="head counts that the ranks do not divide send no zero heads and need no padded copy",
+        how="uses the held counts where they describe its group, and sends each rank its real heads only; "
+        "pads after the transfer; tensor parallelism and single ranks go to the stock forward",
+        hosts=_HOSTS,
+        until="a vLLM-Omni that passes known counts and does not pad",
+        bindings=_moe_forward,
+    ),
+    Record(
+        name="magi2.attention_dispatch",
+        replaces=f"{MAGI2}.parallel:scatter_heads_gather_seqlen",
+        why="Q, K and V are copied once, straight into place, instead of packed and then concatenated",
+        how="same checks and messages, then one exchange of three tensors; rebound in attention",
+        hosts=_HOSTS,
+        until=_UNTIL,
+        bindings=_replace_function(
+            "scatter_heads_gather_seqlen",
+            "4a3bc4625f8fbae3",
+            "(tensors, split_sizes, group=None)",
+            "attention",
+            make_scatter_heads_gather_seqlen,
+        ),
+    ),
+    Record(
+        name="magi2.attention_return",
+        replaces=f"{MAGI2}.parallel:scatter_seqlen_gather_heads",
+        why="attention's return uses the exchange that suits the backend",
+        how="same checks and messages, then the exchange; rebound in attention",
+        hosts=_HOSTS,
+        until=_UNTIL,
+        bindings=_replace_function(
+            "scatter_seqlen_gather_heads",
+            "e20b9d68b01e929a",
+            "(tensor, split_sizes, group=None)",
+            "attention",
+            make_scatter_seqlen_gather_heads,
+        ),
+    ),
+)

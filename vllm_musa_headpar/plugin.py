@@ -1,0 +1,140 @@
+"""The entry point that vLLM and vLLM-Omni call in each of their processes.
+
+Nothing here may raise except in strict mode: an exception from a plugin kills the server at start.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from . import config
+from .log import logger, warn_once
+
+if TYPE_CHECKING:
+    from .host.ledger import Ledger, RecordStatus
+
+_lock = threading.RLock()
+_ledger: Ledger | None = None
+_announced = False
+
+
+class StrictModeError(RuntimeError):
+    """`VLLM_MUSA_HEADPAR=strict`, and something does not fit."""
+
+
+def register() -> None:
+    """Switch the plugin on in this process, if the environment says so.
+
+    Called by vLLM for each entry point group, in any order and any number of times; completes what an
+    earlier call had to leave pending. When off, it imports nothing.
+
+    Raises:
+        StrictModeError: in strict mode only, where anything does not fit.
+    """
+    config.announce_to_vllm()
+    settings = config.read()
+    for problem in settings.problems:
+        warn_once(problem)
+    if not settings.enabled:
+        return
+    try:
+        with _lock:
+            problems = _switch_on(settings)
+    except Exception as error:
+        problems = [f"the plugin could not be switched on: {type(error).__name__}: {error}"]
+    if problems and settings.strict:
+        raise StrictModeError("; ".join(problems))
+    for problem in problems:
+        warn_once(problem)
+
+
+def report() -> list[RecordStatus]:
+    """Every patch record with its status in this process, the reason, and what it is about."""
+    with _lock:
+        return _the_ledger().report()
+
+
+def undo() -> list[RecordStatus]:
+    """Take all patches back in this process.
+
+    Returns:
+        The records that stay because someone has patched over them since.
+    """
+    with _lock:
+        return _the_ledger().undo()
+
+
+def _switch_on(settings: config.Settings) -> list[str]:
+    """What does not fit, in sentences."""
+    problem = _import_torchada()
+    if problem is not None:
+        return [problem]
+    refused = _the_ledger().apply()
+    problems = [f"{record.name} is not applied: {record.reason}" for record in refused]
+    if not problems:
+        problems = _nothing_to_do()
+    if not problems or any(record.status == "applied" for record in report()):
+        _announce(settings)
+    return problems
+
+
+def _import_torchada() -> str | None:
+    """Import torchada, which must come before the MUSA device is initialised. Why that failed, or None."""
+    late = "torchada" not in sys.modules and _musa_is_initialized()
+    try:
+        import torchada
+    except Exception as error:
+        return f"torchada cannot be imported ({type(error).__name__}: {error}): install it, or set {config.FLAG}=0"
+    if late:
+        return (
+            "the MUSA device was initialised before torchada was imported, so torch is not fully patched: "
+            f"import torchada first, or set {config.FLAG}=0"
+        )
+    if torchada.is_musa_platform() and not torchada.is_patched():
+        return f"torchada has not patched torch on this MUSA platform: update torchada, or set {config.FLAG}=0"
+    return None
+
+
+def _musa_is_initialized() -> bool:
+    musa = getattr(sys.modules.get("torch"), "musa", None)
+    is_initialized = getattr(musa, "is_initialized", None)
+    return bool(is_initialized and is_initialized())
+
+
+def _the_ledger() -> Ledger:
+    global _ledger
+    if _ledger is None:
+        from .host import head_parallel, magi2
+        from .host.ledger import Ledger
+
+        _ledger = Ledger([*head_parallel.RECORDS, *magi2.RECORDS])
+    return _ledger
+
+
+def _nothing_to_do() -> list[str]:
+    records = report()
+    if all(record.status == "not needed" for record in records):
+        return [f"nothing to patch: {records[0].reason}"]
+    return []
+
+
+def _announce(settings: config.Settings) -> None:
+    """The one INFO line of a process."""
+    global _announced
+    if _announced:
+        return
+    _announced = True
+    from . import __version__
+
+    records = report()
+    applied = [record.name for record in records if record.status == "applied"]
+    waiting = next((record.reason for record in records if record.status == "pending"), None)
+    logger.info(
+        "vllm-musa-headpar %s is on: exchange %s%s; %s",
+        __version__,
+        settings.exchange,
+        ", cross-rank check" if settings.check else "",
+        f"waiting: {waiting}" if waiting else f"patched {', '.join(applied)}",
+    )
