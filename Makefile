@@ -1,0 +1,37 @@
+# make demo   set up everything and run the main job: MAGI-2's exchange on real vLLM-Omni, plugin off and on
+# make test   the same set-up, then the whole suite
+# make lint   ruff and mypy
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/installed
+	$(BIN)/python entrypoints/two_worker.py
+	$(BIN)/vllm-musa-headpar bench --layer --nproc 2
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# A changed pin builds the environment anew; otherwise it is used as it is.
+$(VENV)/host: requirements/host.txt requirements/dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "the pinned host stack needs Python 3.11, got " + sys.version.split()[0] + ": set PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) -r requirements/host.txt -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/installed: $(VENV)/host setup.cfg
+	$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info
