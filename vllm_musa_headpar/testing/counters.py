@@ -44,9 +44,7 @@ _NO_KERNEL = frozenset(
 )
 # Aliases its input although its schema does not say so.
 _SILENT_ALIASES = frozenset({"aten::_unsafe_view"})
-_NOT_KERNELS_OF_THE_DEVICE = frozenset(
-    {"c10d", "_c10d_functional", "c10d_functional", "prim", "prims", "profiler"}
-)
+_NOT_KERNELS_OF_THE_DEVICE = frozenset({"c10d", "_c10d_functional", "c10d_functional", "prim", "prims", "profiler"})
 _HOST_READS = ("tolist", "numpy", "cpu")
 
 
@@ -69,8 +67,8 @@ class Counts:
     launches: communication launches, and tensor operations that run a kernel: no views, no bare
         allocations, nothing on zero elements.
     host_syncs: reads of device values by the host: item, bool, int, tolist, numpy, cpu, copies to the
-        host, operations whose output shape depends on values (nonzero, masks), barriers. Such a read counts as this only, not
-        as a copy.
+        host, operations whose output shape depends on values (nonzero, masks), barriers. A copy to the
+        host counts as this only.
     """
 
     collectives: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -174,11 +172,11 @@ class _Counter:
         self.counts.launches += any(tensor.numel() for tensor in touched)
 
 
-class _AtenMode(TorchDispatchMode):
+class _AtenMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every tensor operation of this thread, decomposed as the device would run it."""
 
     def __init__(self, counter: _Counter) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counter = counter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -259,12 +257,7 @@ def arguments_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iter
 
 
 def _mutated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [
-        tensor
-        for value, written in arguments_of(func, args, kwargs)
-        if written
-        for tensor in tensors_in(value)
-    ]
+    return [tensor for value, written in arguments_of(func, args, kwargs) if written for tensor in tensors_in(value)]
 
 
 def _new_outputs(func: Any, result: Any) -> list[torch.Tensor]:
@@ -322,7 +315,8 @@ def _all_to_all_single(call: _Call) -> int:
     if not sizes:
         return _bytes(tensor) // call.size * (call.size - 1)
     row = _bytes(tensor) // max(tensor.size(0), 1)
-    return row * sum(size for peer, size in enumerate(sizes) if peer != call.rank)
+    others = sum(size for peer, size in enumerate(sizes) if peer != call.rank)
+    return int(row * others)
 
 
 def _nothing(call: _Call) -> int:
