@@ -17,3 +17,11 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def musa_ranks() -> Iterator[RankPool]:
+    """Rank processes for tests on a MUSA device; a simulated one cannot be taken out of a process again."""
+    pool = RankPool()
+    yield pool
+    pool.close()

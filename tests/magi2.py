@@ -145,14 +145,9 @@ class Trace:
     audio: torch.Tensor
 
 
-def denoise(model: Any, steps: int = 2) -> Trace:
-    """Run the host's sampler with both guidance branches; 96 packed tokens per forward."""
-    from vllm_omni.diffusion.models.magi2.sampler_magi2 import (
-        CFGConfig,
-        Magi2PreviewSampler,
-        SamplerInput,
-        build_magi2_preview_schedulers,
-    )
+def request(steps: int) -> Any:
+    """A small request: 96 packed tokens in each forward with both guidance branches."""
+    from vllm_omni.diffusion.models.magi2.sampler_magi2 import CFGConfig, SamplerInput, build_magi2_preview_schedulers
 
     generator = torch.Generator().manual_seed(1)
 
@@ -160,7 +155,7 @@ def denoise(model: Any, steps: int = 2) -> Trace:
         return torch.randn(shape, generator=generator)
 
     video, audio = build_magi2_preview_schedulers(steps, device="cpu")
-    request = SamplerInput(
+    return SamplerInput(
         video_t_list=list(video.timesteps),
         audio_t_list=list(audio.timesteps),
         latent=random(1, 4, 2, 4, 4),
@@ -173,13 +168,30 @@ def denoise(model: Any, steps: int = 2) -> Trace:
         audio_scheduler=audio,
         cfg_config=CFGConfig(),
     )
+
+
+def packed_input() -> tuple[Any, ...]:
+    """The transformer's arguments for the request's first step."""
+    from vllm_omni.diffusion.models.magi2.sampler_magi2 import Magi2PreviewSampler
+
+    sampler, asked = Magi2PreviewSampler(torch.nn.Identity(), device="cpu"), request(1)
+    step = sampler.prepare_model_input(
+        asked.latent, asked.audio_latent, asked.txt_feat, asked.null_txt_feat, t=asked.video_t_list[0]
+    )
+    return sampler.data_proxy.process_input(step).model_args
+
+
+def denoise(model: Any, steps: int = 2) -> Trace:
+    """Run the host's sampler with both guidance branches."""
+    from vllm_omni.diffusion.models.magi2.sampler_magi2 import Magi2PreviewSampler
+
     outputs: list[torch.Tensor] = []
 
     def observed(*arguments: Any) -> torch.Tensor:
         outputs.append(model(*arguments).clone())
         return outputs[-1]
 
-    latents = Magi2PreviewSampler(observed, device="cpu").sample(request)
+    latents = Magi2PreviewSampler(observed, device="cpu").sample(request(steps))
     return Trace(outputs, *latents)
 
 
