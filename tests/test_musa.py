@@ -27,6 +27,7 @@ DIM = 4
 
 def layouts(nproc: int) -> dict[str, dict[str, Any]]:
     counts = tuple(1 + 2 * (rank % 3) for rank in range(nproc))
+    replicas = 2 if nproc % 2 == 0 else nproc
     return {
         "equal": {"token_counts": (3,) * nproc},
         "uneven": {"token_counts": counts},
@@ -34,7 +35,7 @@ def layouts(nproc: int) -> dict[str, dict[str, Any]]:
         "one brings all": {"token_counts": (0,) * (nproc - 1) + (5,)},
         "replicas": {
             "token_counts": counts,
-            "replica_counts": headpar.replica_token_counts(counts, 2 if nproc % 2 == 0 else nproc),
+            "replica_counts": headpar.replica_token_counts(counts, replicas),
         },
         "uneven heads": {"token_counts": counts, "head_counts": (2,) * (nproc - 1) + (0,)},
     }
