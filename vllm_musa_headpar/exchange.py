@@ -150,15 +150,21 @@ def as_layout(layout: Any) -> HeadParallelLayout:
         raise TypeError(
             f"layout must have token_counts and rank as a HeadParallelLayout has, got {layout!r}"
         ) from error
-    return HeadParallelLayout(*fields)
+    try:
+        return cached_layout(*fields)
+    except TypeError:  # not hashable, so no tuples: the constructor says it in words
+        return HeadParallelLayout(*fields)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=512, typed=True)
 def cached_layout(
-    token_counts: tuple[int, ...], rank: int, head_counts: tuple[int, ...] | None = None
+    token_counts: tuple[int, ...],
+    rank: int,
+    replica_counts: tuple[tuple[int, ...], ...] | None = None,
+    head_counts: tuple[int, ...] | None = None,
 ) -> HeadParallelLayout:
     """A layout for callers who come with plain counts each time."""
-    return HeadParallelLayout(token_counts, rank, head_counts=head_counts)
+    return HeadParallelLayout(token_counts, rank, replica_counts, head_counts=head_counts)
 
 
 def _require_tensor(tensor: Any, tokens: int, what: str) -> None:

@@ -75,7 +75,7 @@ def _switch_on(settings: config.Settings) -> list[str]:
     problems = [f"{record.name} is not applied: {record.reason}" for record in refused]
     if not problems:
         problems = _nothing_to_do()
-    if not problems or any(record.status == "applied" for record in report()):
+    if any(record.status in ("applied", "pending") for record in report()):
         _announce(settings)
     return problems
 

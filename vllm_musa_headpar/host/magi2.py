@@ -43,7 +43,7 @@ def discover_counts(local_tokens: int, group: Any, device: torch.device) -> tupl
 
 def _layout(counts: Iterable[Any], group: Any, head_counts: tuple[int, ...] | None = None) -> HeadParallelLayout:
     """The layout for counts as MAGI-2 has them, any integers, checked against the group."""
-    layout = exchange.cached_layout(tuple(map(operator.index, counts)), group.rank, head_counts)
+    layout = exchange.cached_layout(tuple(map(operator.index, counts)), group.rank, head_counts=head_counts)
     layout.validate_group(process_group_of(group))
     return layout
 
@@ -290,11 +290,12 @@ def _moe_forward() -> list[Binding]:
     parallel = require_stock_wrappers()
     mh_moe = load(f"{MAGI2}.mh_moe")
     owner, name, original = stock_function(mh_moe, "Magi2MultiHeadMoE.forward", "(self, x)", "dd7b8587f8f84245")
-    for helper in ("ep_dispatch", "ep_undispatch"):
+    for helper, fingerprint in _EP_FINGERPRINTS.items():
         # Ours goes past these two: whatever somebody else put in their place would be lost.
         used = getattr(mh_moe, helper, None)
-        foreign = why_not_stock(used, parallel, _EP_SIGNATURE, None)
-        if foreign is not None and getattr(used, "__module__", None) != __name__:
+        foreign = why_not_stock(used, parallel, _EP_SIGNATURE, fingerprint)
+        # A wrapper may claim any module as its own, but its globals tell where it was written.
+        if foreign is not None and getattr(used, "__globals__", None) is not globals():
             raise Refused(f"{mh_moe.__name__}.{helper}, which it would go past, is another's: {foreign}")
     return [Binding(owner, name, original, make_moe_forward(original, parallel))]
 
@@ -307,6 +308,7 @@ def _require_no_counts_parameter(mh_moe: ModuleType) -> None:
 
 
 _EP_SIGNATURE = "(tensor, group=None, sequence_split_sizes=None)"
+_EP_FINGERPRINTS = {"ep_dispatch": "b17c2f13713e39c0", "ep_undispatch": "b3f09ecb14ac1e99"}
 _HOSTS = "vLLM-Omni 0.30.0, and versions without the exchange module whose function is still the same"
 _UNTIL = "a vLLM-Omni with vllm_omni.diffusion.distributed.head_parallel"
 
@@ -318,7 +320,9 @@ RECORDS = (
         how="same checks, messages and count discovery, then the exchange; rebound in mh_moe",
         hosts=_HOSTS,
         until=_UNTIL,
-        bindings=_replace_function("ep_dispatch", "b17c2f13713e39c0", _EP_SIGNATURE, "mh_moe", make_ep_dispatch),
+        bindings=_replace_function(
+            "ep_dispatch", _EP_FINGERPRINTS["ep_dispatch"], _EP_SIGNATURE, "mh_moe", make_ep_dispatch
+        ),
     ),
     Record(
         name="magi2.ep_undispatch",
@@ -327,7 +331,9 @@ RECORDS = (
         how="same checks, messages and equal-split default, then the exchange; rebound in mh_moe",
         hosts=_HOSTS,
         until=_UNTIL,
-        bindings=_replace_function("ep_undispatch", "b3f09ecb14ac1e99", _EP_SIGNATURE, "mh_moe", make_ep_undispatch),
+        bindings=_replace_function(
+            "ep_undispatch", _EP_FINGERPRINTS["ep_undispatch"], _EP_SIGNATURE, "mh_moe", make_ep_undispatch
+        ),
     ),
     Record(
         name="magi2.known_counts",

@@ -76,7 +76,7 @@ class Worker:
 
     def returned(self, own_input: Tensor) -> Tensor:
         """What this rank must get back when each owner has processed its heads."""
-        shards = own_input.split(HEADS_PER_RANK, dim=1)
+        shards = torch.split(own_input, HEADS_PER_RANK, dim=1)
         return torch.cat([transformed(shard, owner) for owner, shard in enumerate(shards)], dim=1)
 
 
