@@ -110,5 +110,5 @@ def _collect(pipes: list[Connection], timeout: float, grace: float = 15.0) -> tu
             (results if succeeded else failures)[rank] = value
             if failures:
                 deadline = min(deadline, time.monotonic() + grace)
-    failures.update({rank: "still running at the time limit" for rank in pending.values()})
+    failures.update(dict.fromkeys(pending.values(), "still running at the time limit"))
     return results, failures

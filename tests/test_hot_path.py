@@ -229,6 +229,42 @@ def contradiction(rank: int, nproc: int, store: str) -> tuple[str, int, Any]:
         return message, counts.communication_launches, patches._token_split.get()
 
 
+def test_a_patch_laid_over_the_wrappers_later_is_not_gone_past(ranks: RankPool) -> None:
+    for calls, same, uninstalled in ranks(patched_over_later, 2):
+        assert calls == ["dispatch"]
+        assert same
+        assert uninstalled == ["magi2.ep_dispatch"]
+
+
+def patched_over_later(rank: int, nproc: int, store: str) -> tuple[list[str], bool, list[str]]:
+    """Another plugin wraps mh_moe.ep_dispatch after us: it is called, and undo leaves it alone."""
+    import functools
+
+    from vllm_omni.diffusion.models.magi2 import mh_moe
+
+    from vllm_musa_headpar import plugin
+
+    calls: list[str] = []
+    with process_group(rank, nproc, store), torch.inference_mode():
+        layer, x = moe_layer(3, group_of(dist.group.WORLD, nproc, rank)), tokens_of([3, 2], rank, 3)
+        stock = layer(x)
+        with magi2.plugin("auto"):
+            ours = mh_moe.ep_dispatch
+
+            @functools.wraps(ours)
+            def theirs(*arguments: Any, **named: Any) -> Any:
+                calls.append("dispatch")
+                return ours(*arguments, **named)
+
+            mh_moe.ep_dispatch = theirs
+            try:
+                output = layer(x)
+                kept = [record.name for record in plugin.undo()]
+            finally:
+                mh_moe.ep_dispatch = ours
+    return calls, bits(output) == bits(stock), kept
+
+
 # --- attention ------------------------------------------------------------------------------------------------
 
 

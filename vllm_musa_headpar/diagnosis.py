@@ -310,7 +310,7 @@ def _listening() -> Iterator[list[str]]:
 def _check_torchada(loading: _Loading) -> Check:
     # Once imported, "too late" can no longer be seen; but the plugin has said it.
     told = [*loading.said, *([loading.error] if loading.error else [])]
-    problem = next((sentence for sentence in told if "torchada" in sentence), None) or plugin._import_torchada()
+    problem = next((sentence for sentence in told if "torchada" in sentence), None) or plugin.import_torchada()
     if problem is not None:
         return Check("torchada", PROBLEM, problem, "pip install --no-deps torchada, and import it before torch")
     torchada = sys.modules["torchada"]
@@ -476,8 +476,8 @@ def _exchange(settings: config.Settings) -> dict[str, str]:
         from . import registry
     except Exception:
         return {}
-    claimed = {backend for known in registry._registrations.values() for backend in known.backends}
-    return {backend: registry.select(backend, settings.exchange).name for backend in sorted(claimed.union(BACKENDS))}
+    backends = sorted(registry.claimed_backends().union(BACKENDS))
+    return {backend: registry.select(backend, settings.exchange).name for backend in backends}
 
 
 def _check_exchange(settings: config.Settings, exchange: dict[str, str]) -> Check:

@@ -35,15 +35,13 @@ def register() -> None:
     """
     config.announce_to_vllm()
     settings = config.read()
-    for problem in settings.problems:
-        warn_once(problem)
-    if not settings.enabled:
-        return
-    try:
-        with _lock:
-            problems = _switch_on(settings)
-    except Exception as error:
-        problems = [f"the plugin could not be switched on: {type(error).__name__}: {error}"]
+    problems = list(settings.problems)
+    if settings.enabled:
+        try:
+            with _lock:
+                problems += _switch_on(settings)
+        except Exception as error:
+            problems.append(f"the plugin could not be switched on: {type(error).__name__}: {error}")
     if problems and settings.strict:
         raise StrictModeError("; ".join(problems))
     for problem in problems:
@@ -68,7 +66,7 @@ def undo() -> list[RecordStatus]:
 
 def _switch_on(settings: config.Settings) -> list[str]:
     """What does not fit, in sentences."""
-    problem = _import_torchada()
+    problem = import_torchada()
     if problem is not None:
         return [problem]
     refused = _the_ledger().apply()
@@ -80,7 +78,7 @@ def _switch_on(settings: config.Settings) -> list[str]:
     return problems
 
 
-def _import_torchada() -> str | None:
+def import_torchada() -> str | None:
     """Import torchada, which must come before the MUSA device is initialised. Why that failed, or None."""
     late = "torchada" not in sys.modules and _musa_is_initialized()
     try:

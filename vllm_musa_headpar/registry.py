@@ -76,6 +76,11 @@ def registered() -> tuple[str, ...]:
     return tuple(sorted(_registrations))
 
 
+def claimed_backends() -> frozenset[str]:
+    """All backends that an implementation claims."""
+    return frozenset().union(*(registration.backends for registration in _registrations.values()))
+
+
 def claim(backend: str | None) -> Registration | None:
     """Which implementation claims a backend: the highest priority, ties by name. None if none does."""
     claims = [registration for registration in _registrations.values() if backend in registration.backends]

@@ -220,11 +220,15 @@ def real_head_counts(heads: int, heads_per_rank: int, ranks: int) -> tuple[int, 
     return tuple(min(heads_per_rank, max(0, heads - rank * heads_per_rank)) for rank in range(ranks))
 
 
-def make_moe_forward(stock: Function, parallel: ModuleType) -> Function:
+def make_moe_forward(stock: Function, parallel: ModuleType, mh_moe: ModuleType) -> Function:
+    # The forward below goes past these two. If someone lays a patch over them later, it must not be lost.
+    gone_past = (mh_moe.ep_dispatch, mh_moe.ep_undispatch)
+
     @functools.wraps(stock)
     def forward(self: Any, x: Tensor) -> Tensor:
         group = self.ep_group
-        if group.world_size == 1 or group.replicated_sequence:
+        patched_over = (mh_moe.ep_dispatch, mh_moe.ep_undispatch) != gone_past
+        if group.world_size == 1 or group.replicated_sequence or patched_over:
             output: Tensor = stock(self, x)
             return output
         torch_group = process_group_of(group)
@@ -291,13 +295,12 @@ def _moe_forward() -> list[Binding]:
     mh_moe = load(f"{MAGI2}.mh_moe")
     owner, name, original = stock_function(mh_moe, "Magi2MultiHeadMoE.forward", "(self, x)", "dd7b8587f8f84245")
     for helper, fingerprint in _EP_FINGERPRINTS.items():
-        # Ours goes past these two: whatever somebody else put in their place would be lost.
         used = getattr(mh_moe, helper, None)
         foreign = why_not_stock(used, parallel, _EP_SIGNATURE, fingerprint)
         # A wrapper may claim any module as its own, but its globals tell where it was written.
         if foreign is not None and getattr(used, "__globals__", None) is not globals():
             raise Refused(f"{mh_moe.__name__}.{helper}, which it would go past, is another's: {foreign}")
-    return [Binding(owner, name, original, make_moe_forward(original, parallel))]
+    return [Binding(owner, name, original, make_moe_forward(original, parallel, mh_moe))]
 
 
 def _require_no_counts_parameter(mh_moe: ModuleType) -> None:
