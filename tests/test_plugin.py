@@ -395,3 +395,13 @@ def test_getters_never_raise_and_keep_what_is_there(monkeypatch: pytest.MonkeyPa
     assert {name: getter() for name, getter in known.items()} == {config.EXCHANGE: None, config.CHECK: None}
     monkeypatch.setitem(sys.modules, "vllm.envs", SimpleNamespace())  # type: ignore[arg-type]
     plugin.register()
+
+
+def test_strict_refuses_a_bad_value_of_another_variable(
+    torchada: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FLAG, "strict")
+    monkeypatch.setenv(config.CHECK, "maybe")
+    with fresh_plugin() as told, pytest.raises(plugin.StrictModeError, match="'maybe' is not allowed.*expected 1 or 0"):
+        plugin.register()
+    assert [level for level, _ in told] == ["INFO"]
