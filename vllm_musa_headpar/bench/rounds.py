@@ -1,0 +1,84 @@
+"""Interleaved timing: every line once per round, so that what disturbs the machine disturbs all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .world import World
+
+WARM_UP = 2  # rounds that are not counted
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Times over the rounds, in milliseconds: the median, and the 10th and 90th percentile."""
+
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+
+    @classmethod
+    def of(cls, seconds: Tensor) -> Spread:
+        """Of `[rounds]` seconds."""
+        quantiles = torch.quantile(seconds.double() * 1e3, torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64))
+        return cls(*(round(float(value), 4) for value in quantiles))
+
+
+def interleave(
+    lines: Sequence[Callable[[], tuple[float, ...]]], rounds: int, world: World, advance: Callable[[], None]
+) -> Tensor:
+    """Time lines round by round. Each round starts with another line: none always follows the same one.
+
+    Args:
+        lines: each returns the seconds that its steps took on this rank, the same number of steps for all.
+        advance: called after each round, warm-up included.
+
+    Returns:
+        `[ranks, rounds, lines, steps]` seconds.
+    """
+    times = []
+    for number in range(-WARM_UP, rounds):
+        measured: dict[int, tuple[float, ...]] = {}
+        for step in range(len(lines)):
+            index = (number + step) % len(lines)
+            measured[index] = lines[index]()
+        if number >= 0:
+            times.append([measured[index] for index in range(len(lines))])
+        advance()
+    return world.gather(torch.tensor(times, dtype=torch.float64))
+
+
+class progress:
+    """Context of a progress bar on standard error, on rank 0; its value is the function that advances it."""
+
+    def __init__(self, world: World, title: str, total: int) -> None:
+        self._shown = world.rank == 0
+        self._title, self._total = title, total
+        self._bar: Any = None
+
+    def __enter__(self) -> Callable[[], None]:
+        if not self._shown:
+            return lambda: None
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bar = Progress(console=Console(stderr=True), transient=True)
+        self._bar.start()
+        task = self._bar.add_task(self._title, total=self._total)
+        return lambda: self._bar.advance(task)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def ticks(total: int) -> Iterator[int]:
+    """Token counts up to `total`, each a quarter of the next, not below 8."""
+    if total >= 32:
+        yield from ticks(total // 4)
+    yield total

@@ -1,0 +1,208 @@
+"""The ranks of a bench: spawned here, or those of a torchrun world."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import agreement, config
+from ..exchange import scatter_heads_gather_tokens
+from ..layout import HeadParallelLayout
+from ..testing.counters import Counts
+from ..testing.ranks import run_ranks
+
+
+class BenchError(RuntimeError):
+    """The bench cannot run as asked; the message says why."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks."""
+
+    rank: int
+    size: int
+    backend: str
+    device: torch.device
+    timeout: float  # seconds
+
+    def synchronize(self) -> None:
+        """Wait for the device; nothing to do on the CPU."""
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize()
+
+    def timed(self, call: Callable[[], Any]) -> float:
+        """Seconds that a call takes here, device work included; all ranks start together."""
+        dist.barrier()
+        self.synchronize()
+        start = time.perf_counter()
+        result = call()
+        self.synchronize()
+        seconds = time.perf_counter() - start
+        del result  # freed outside of the time measured
+        return seconds
+
+    def gather(self, values: Tensor) -> Tensor:
+        """`[...]` on every rank, of one shape -> `[ranks, ...]` on the CPU."""
+        values = values.to(self.device)
+        gathered = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(gathered, values)
+        return torch.stack(gathered).cpu()
+
+    def all_true(self, value: bool) -> bool:
+        """Whether a value is true on every rank."""
+        return bool(self.gather(torch.tensor([value], dtype=torch.int32)).all())
+
+    def describe(self) -> dict[str, Any]:
+        """The machine, in words."""
+        return {
+            "ranks": self.size,
+            "backend": self.backend,
+            "device": self.device.type,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "cpus": os.cpu_count(),
+        }
+
+
+def ranks_here(nproc: int) -> int:
+    """Number of ranks that `launch` will have: torchrun's, where there is one, else `nproc`."""
+    return int(os.environ["WORLD_SIZE"]) if _under_torchrun() else nproc
+
+
+def launch(function: Callable[..., Any], nproc: int, backend: str, timeout: float, *args: Any) -> Any:
+    """Call `function(world, *args)` on every rank of a torchrun world, or of one spawned here.
+
+    Args:
+        function: importable by name. What it returns must be the same on every rank.
+        nproc: ranks to spawn.
+        backend: "gloo", "mccl", or "auto" for mccl where there is a MUSA device.
+        timeout: seconds for the whole.
+
+    Returns:
+        What rank 0 returned; None on the other ranks of a torchrun world.
+
+    Raises:
+        BenchError: mccl without a MUSA device.
+        RankFailure: a rank spawned here failed, or the time is over.
+    """
+    if backend == "mccl" and not _has_musa():
+        raise BenchError("backend mccl needs a MUSA device, and torch finds none: use --backend gloo")
+    if not _under_torchrun():
+        return run_ranks(_rank, nproc, function, backend, timeout, args, timeout=timeout)[0]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    result = run_rank(function, rank, size, "env://", backend, timeout, args)
+    return result if rank == 0 else None
+
+
+def _under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _rank(
+    rank: int,
+    nproc: int,
+    store: str,
+    function: Callable[..., Any],
+    backend: str,
+    timeout: float,
+    args: tuple[Any, ...],
+) -> Any:
+    return run_rank(function, rank, nproc, f"file://{store}", backend, timeout, args)
+
+
+def run_rank(
+    function: Callable[..., Any],
+    rank: int,
+    size: int,
+    init_method: str,
+    backend: str,
+    timeout: float,
+    args: tuple[Any, ...],
+) -> Any:
+    """One rank: join the world, call `function(world, *args)` and leave."""
+    backend, device = _device(backend, int(os.environ.get("LOCAL_RANK", rank)))
+    dist.init_process_group(
+        backend, init_method=init_method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+    )
+    try:
+        return function(World(rank, size, backend, device, timeout), *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(backend: str, index: int) -> tuple[str, torch.device]:
+    """The backend, decided, and the device of this rank."""
+    if backend == "gloo" or not _has_musa():
+        torch.set_num_threads(1)  # as many threads as ranks, not more
+        return "gloo", torch.device("cpu")
+    torch.get_device_module("musa").set_device(index)
+    return "mccl", torch.device("musa", index)
+
+
+def _has_musa() -> bool:
+    with contextlib.suppress(ImportError):  # torchada first: on a MUSA platform it patches torch
+        import torchada  # noqa: F401
+    musa = getattr(torch, "musa", None)
+    return musa is not None and bool(musa.is_available())
+
+
+@contextlib.contextmanager
+def exchange_setting(name: str) -> Iterator[None]:
+    """`VLLM_MUSA_HEADPAR_EXCHANGE` for the time of the block."""
+    with mock.patch.dict(os.environ, {config.EXCHANGE: name}):
+        yield
+
+
+def group_using(exchange: str, world: World) -> tuple[Any, str]:
+    """A group of all ranks whose exchanges go through an implementation, whatever the settings say.
+
+    Its first exchange is behind it: warm-up, agreement and self-test are not part of what is measured.
+
+    Returns:
+        The group and the name of the implementation that the ranks settled on.
+    """
+    group = dist.new_group(timeout=timedelta(seconds=world.timeout))
+    layout = HeadParallelLayout((1,) * world.size, world.rank)
+    with exchange_setting(exchange):
+        scatter_heads_gather_tokens(torch.zeros(1, world.size, 1, device=world.device), group, layout)
+    return group, agreement.state_of(group, world.device).registration.name
+
+
+def same_bytes(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors have equal shape, type and bits."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+
+
+# The counts that are numbers, communication launches among them.
+COUNTED = (*(field.name for field in fields(Counts) if field.name != "collectives"), "communication_launches")
+
+
+def gather_counts(counts: Counts, world: World) -> dict[str, list[int]]:
+    """Each count by its name, as a list over the ranks."""
+    values = world.gather(torch.tensor([getattr(counts, name) for name in COUNTED], dtype=torch.int64))
+    return {name: values[:, column].tolist() for column, name in enumerate(COUNTED)}
+
+
+def require(module: str, extra: str) -> None:
+    """Say what to install where an optional package is missing.
+
+    Raises:
+        BenchError: it is.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise BenchError(f"this needs {module}: pip install 'vllm-musa-headpar[{extra}]', or pip install {module}")

@@ -1,0 +1,151 @@
+"""`bench`: time the exchange against the stock host and the bare collective, and count what it does."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+# MAGI-2: 29,616 tokens on 8 ranks, 12 MoE heads of 256.
+TOKENS, HEADS, DIM = 3702, 12, 256
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    shape = parser.add_argument_group("shape (MAGI-2's by default)")
+    shape.add_argument("--nproc", type=_positive, default=2, help="ranks to spawn; under torchrun, its ranks are used")
+    shape.add_argument("--tokens", type=_natural, default=TOKENS, help="tokens per rank")
+    shape.add_argument("--counts", help="tokens of each rank instead, uneven ones too: 5,0,3")
+    shape.add_argument(
+        "--heads", type=_positive, help="heads of all ranks together; by default 12, or the next multiple of the ranks"
+    )
+    shape.add_argument("--dim", type=_positive, default=DIM, help="elements per head")
+    shape.add_argument("--dtype", default="bfloat16", help="a torch element type")
+    how = parser.add_argument_group("measuring")
+    how.add_argument("--rounds", type=_positive, help="rounds that are counted (30; with --layer 10)")
+    how.add_argument("--backend", choices=("auto", "gloo", "mccl"), default="auto")
+    how.add_argument(
+        "--exchange", action="append", default=[], metavar="NAME", help="an implementation, repeatable; all by default"
+    )
+    how.add_argument("--timeout", type=float, default=600.0, help="seconds for the whole run")
+    how.add_argument(
+        "--layer",
+        action="store_true",
+        help="one MAGI-2 MoE layer and one attention exchange of the installed vLLM-Omni, stock and plugin",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", metavar="FILE", help="write all numbers there")
+    output.add_argument("--plot", metavar="FILE.png", help="measure smaller token counts too and draw the times")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and show; 0, or 2 where the bench cannot run as asked, or 1 where a rank failed."""
+    from ..bench.world import BenchError, require
+    from ..testing.ranks import RankFailure
+
+    try:
+        require("rich", "cli")
+        if arguments.plot:
+            require("matplotlib", "plot")
+        if arguments.layer:
+            _layer(arguments)
+        else:
+            _exchange(arguments)
+    except (BenchError, ValueError) as error:
+        print(f"vllm-musa-headpar bench: {error}", file=sys.stderr)
+        return 2
+    except RankFailure as failure:
+        print(f"vllm-musa-headpar bench: {failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _exchange(arguments: argparse.Namespace) -> None:
+    from ..bench import exchange, show, world
+
+    cases = _cases(arguments)
+    size = len(cases[0].counts)
+    rounds = arguments.rounds or 30
+    _require_known(arguments.exchange)
+    cases[0].element_type()
+    report: Any = world.launch(
+        exchange.run, size, arguments.backend, arguments.timeout, cases, rounds, tuple(arguments.exchange)
+    )
+    if report is None:  # not rank 0 of a torchrun world
+        return
+    show.print_report(report)
+    if arguments.json:
+        show.write_json(arguments.json, show.as_json(report))
+    if arguments.plot:
+        show.plot(arguments.plot, report)
+
+
+def _layer(arguments: argparse.Namespace) -> None:
+    from ..bench import layer, show
+
+    for name, given in (("--counts", arguments.counts), ("--plot", arguments.plot)):
+        if given:
+            raise ValueError(f"{name} does not go with --layer")
+    _require_known(arguments.exchange)
+    rows = layer.measure(
+        arguments.nproc,
+        arguments.tokens,
+        arguments.rounds or 10,
+        exchanges=tuple(arguments.exchange) or layer.EXCHANGES,
+        heads=arguments.heads or HEADS,
+        backend=arguments.backend,
+        timeout=arguments.timeout,
+    )
+    if rows is None:
+        return
+    layer.print_table(rows)
+    if arguments.json:
+        show.write_json(arguments.json, layer.as_json(rows))
+
+
+def _cases(arguments: argparse.Namespace) -> tuple[Any, ...]:
+    """The shapes to measure, smallest first: one, or for a plot several."""
+    from ..bench.exchange import Case
+    from ..bench.rounds import ticks
+    from ..bench.world import ranks_here
+
+    size = ranks_here(arguments.nproc)
+    every = [(count,) * size for count in (ticks(arguments.tokens) if arguments.plot else [arguments.tokens])]
+    if arguments.counts:
+        if arguments.plot:
+            raise ValueError("--plot draws times over the tokens per rank: give --tokens, not --counts")
+        counts = tuple(_natural(count) for count in arguments.counts.split(","))
+        size = ranks_here(len(counts))
+        if len(counts) != size:
+            raise ValueError(f"--counts has {len(counts)} ranks' tokens, but there are {size} ranks")
+        every = [counts]
+    if not sum(every[0]):
+        raise ValueError("there is nothing to exchange: all token counts are 0")
+    if size < 2:
+        raise ValueError(f"an exchange needs at least 2 ranks, got {size}")
+    heads = arguments.heads or -(-HEADS // size) * size
+    if heads % size:
+        raise ValueError(f"--heads {heads} must be divisible by the {size} ranks: the stock formula needs that")
+    return tuple(Case(counts, heads, arguments.dim, arguments.dtype) for counts in every)
+
+
+def _require_known(exchanges: list[str]) -> None:
+    from .. import registry
+
+    for name in exchanges:
+        if name not in registry.registered():
+            raise ValueError(f"--exchange {name!r} is not known: expected one of {', '.join(registry.registered())}")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text}")
+    return number
+
+
+def _natural(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError(f"expected a whole number of at least 0, got {text}")
+    return number
