@@ -482,7 +482,7 @@ WRONG_WRAPPER_CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "heads sizes None": (lambda: SCATTER_HEADS([torch.zeros(2, 8, 3)], None), "NoneType"),
     "heads devices": (
         lambda: SCATTER_HEADS([torch.zeros(2, 8, 3), torch.zeros(2, 8, 3, device="meta")], SIZES),
-        "one device, got cpu, meta",
+        "device meta",
     ),
     "heads meta": (lambda: SCATTER_HEADS([torch.zeros(2, 8, 3, device="meta")], SIZES), "meta"),
     "heads sparse": (lambda: SCATTER_HEADS([torch.zeros(2, 8, 3).to_sparse()], SIZES), "sparse"),

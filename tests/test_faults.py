@@ -171,9 +171,12 @@ def test_a_killed_rank_is_an_error_on_the_others_and_they_go_on(tmp_path: Path, 
         run_ranks(killed, 4, str(tmp_path), exchange, SCENARIOS[when], timeout=90)
     for rank in (0, 1, 3):
         first, *fresh, gone, last = json.loads((tmp_path / str(rank)).read_text())
-        assert first[0] == "ExchangeError"
-        assert first[1].startswith("head-parallel ")
-        assert f"on rank {rank} of 4 through {exchange} failed" in first[1]
+        # The one message that was sent before the end went to the next rank: that one may have all it needs.
+        served = when == "between its messages" and rank == (VICTIM + 1) % 4
+        if not (served and first[0] == "right"):
+            assert first[0] == "ExchangeError"
+            assert first[1].startswith("head-parallel ")
+            assert f"on rank {rank} of 4 through {exchange} failed" in first[1]
         assert fresh == [["right", ""]] * 2
         assert gone[0] == "ValueError"
         assert "process group" in gone[1]
@@ -395,6 +398,8 @@ def test_a_count_discovery_that_fails_names_the_exchange(ranks: Any) -> None:
 def nothing_left(rank: int, nproc: int, store: str) -> tuple[int, int]:
     import gc
 
+    gc.collect()
+    states, abandoned = len(agreement._states), len(p2p._abandoned)  # of groups that torch itself still holds
     for round_number in range(3):
         with (
             environment(VLLM_MUSA_HEADPAR_EXCHANGE="p2p"),
@@ -404,7 +409,7 @@ def nothing_left(rank: int, nproc: int, store: str) -> tuple[int, int]:
             if rank == 0:
                 outcome(lambda: round_trip(dist.group.WORLD, (1, 2)))  # its peer does not come
     gc.collect()
-    return len(agreement._states), len(p2p._abandoned)
+    return len(agreement._states) - states, len(p2p._abandoned) - abandoned
 
 
 def test_groups_that_are_gone_leave_nothing_behind(ranks: Any) -> None:

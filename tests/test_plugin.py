@@ -402,6 +402,9 @@ def test_strict_refuses_a_bad_value_of_another_variable(
 ) -> None:
     monkeypatch.setenv(FLAG, "strict")
     monkeypatch.setenv(config.CHECK, "maybe")
-    with fresh_plugin() as told, pytest.raises(plugin.StrictModeError, match="'maybe' is not allowed.*expected 1 or 0"):
+    with (
+        fresh_plugin() as told,
+        pytest.raises(plugin.StrictModeError, match=r"'maybe' is not allowed.*expected 1 or 0"),
+    ):
         plugin.register()
     assert [level for level, _ in told] == ["INFO"]

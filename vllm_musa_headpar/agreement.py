@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -54,7 +55,7 @@ def state_of(group: Any, device: torch.device) -> GroupState:
     """The state of a group for a device; settled with the other ranks on the first call.
 
     Raises:
-        ValueError: strict mode and an unknown implementation is asked for.
+        ValueError: the group has no backend for the device; or strict mode and an unknown implementation.
         DisagreementError: a rank does not come to settle.
         NoStoreError: the check is asked for and there is no store to do it over.
     """
@@ -76,8 +77,11 @@ def _settle(group: Any, device: torch.device) -> GroupState:
     registration = registry.select(backend, _known_exchange(settings))
     if settings.check:
         board_of(group)
-    if backend is None or (registration is registry.REFERENCE and registry.claim(backend) is None):
+    claimed = registry.claim(backend) is not None
+    if backend is None or (registration is registry.REFERENCE and not claimed):
         return GroupState(backend, registration, settings.check, proven=True)
+    if settings.check and not claimed:  # ranks that were not asked to use another exchange do not come to settle
+        return GroupState(backend, registration, check=True, proven=False)
     proposal = {
         "exchange": registration.name,
         "check": settings.check,
@@ -150,7 +154,10 @@ def prove(state: GroupState, group: Any, device: torch.device) -> None:
         # A true collective first: in a communicator's first point-to-point batch every rank must take part.
         dist.all_reduce(torch.zeros(1, dtype=torch.int32, device=device), group=group)
         passed, reason = _try_out(state.registration.implementation, group, device)
-        dist.all_reduce(passed, op=dist.ReduceOp.MIN, group=group)
+        try:
+            dist.all_reduce(passed, op=dist.ReduceOp.MIN, group=group)
+        except RuntimeError as error:
+            raise RuntimeError(f"the self-test of {state.registration.name} broke off{reason}: {error}") from error
         if not int(passed.item()):
             warn_once(
                 f"the stock exchange is used on a group of {dist.get_world_size(group)} ranks, backend {state.backend}"
@@ -263,7 +270,8 @@ class refusals:
         device = self._device if isinstance(self._device, torch.device) else torch.device("cpu")
         known: Iterable[GroupState] = _states.get(self._group, {}).values()
         if any(state.check for state in known) or config.read().check:
-            state_of(self._group, device)  # the others settle first too
+            with suppress(ValueError):  # of a device that the group has no backend for
+                state_of(self._group, device)  # the others settle first too
             board = board_of(self._group)
             sequence = board.sequence
             board.leave(_topic(board), {"sequence": sequence, "direction": self._name, "error": told})

@@ -75,6 +75,11 @@ class Grid:
         return tuple(sum(box.num_tokens * box.num_heads for box in boxes) * self.dim for boxes in self.boxes)
 
     @cached_property
+    def sizes(self) -> list[int]:
+        """`numel` as the list that collectives take. Not to be changed."""
+        return list(self.numel)
+
+    @cached_property
     def total(self) -> int:
         """Elements of all messages."""
         return sum(self.numel)
@@ -152,6 +157,7 @@ class Plan:
 
     outer: Grid
     inner: Grid
+    numel: int  # elements that the tensors of all ranks have together
 
 
 @lru_cache(maxsize=512)
@@ -192,6 +198,7 @@ def plan(layout: HeadParallelLayout, heads: tuple[int, ...], dim: int) -> Plan:
             ((layout.owned_tokens, local_heads),),
             dim,
         ),
+        numel=layout.total_tokens * sum(heads) * dim,
     )
 
 
@@ -214,12 +221,29 @@ class Side:
         flat: 1-D alias of the wire of all peers, where the parts already are that: nothing to copy.
     """
 
-    __slots__ = ("flat", "grid", "parts")
+    __slots__ = ("dtype", "flat", "grid", "parts")
 
     def __init__(self, grid: Grid, parts: tuple[Tensor, ...], dtype: torch.dtype) -> None:
         self.grid = grid
         self.parts = parts
-        self.flat = parts[0].view(-1) if grid.is_wire and _has_wire_bytes(parts[0], dtype) else None
+        self.dtype = dtype
+        self.flat = None
+        if grid.is_wire and _has_wire_bytes(parts[0], dtype):
+            # Not view(-1): of a single element it may keep a stride other than 1.
+            self.flat = parts[0].as_strided((parts[0].numel(),), (1,))
+
+    def staging(self, runs: tuple[Run, ...]) -> Tensor:
+        """An uninitialised wire of these runs, on the parts' device."""
+        numel = sum(run.numel for run in runs)
+        return torch.empty(numel, dtype=self.dtype, device=self.parts[0].device)
+
+    def packed(self, runs: tuple[Run, ...]) -> Tensor:
+        """A new wire of these runs with the boxes copied into it."""
+        if len(runs) == 1 and len(self.parts) == 1 and _is_plain(self.parts[0], self.dtype):
+            return self._box(self.parts[0], runs[0], 0).clone(memory_format=torch.contiguous_format).view(-1)
+        wire = self.staging(runs)
+        self.pack(wire, runs)
+        return wire
 
     def pack(self, wire: Tensor, runs: tuple[Run, ...]) -> None:
         """Copy the boxes of these runs into their wire, one strided copy per run and part."""
@@ -238,23 +262,41 @@ class Side:
         return self.parts[part][box.tokens, box.heads]
 
     def _views(self, wire: Tensor, run: Run) -> Iterator[tuple[Tensor, Tensor]]:
-        """Per part the same elements `[P, T, H, D]`, once in the wire and once in the part."""
-        columns, tokens, dim = run.columns, run.boxes[0].num_tokens, self.grid.dim
-        messages_PTHD = wire[run.start : run.start + run.numel].view(columns, tokens, -1, dim)
-        head = 0
-        for part, box in enumerate(run.boxes):
-            heads = box.num_heads // columns
-            boxes_TPHD = self.box(part, box).view(tokens, columns, heads, dim)
-            yield messages_PTHD.narrow(2, head, heads), boxes_TPHD.transpose(0, 1)
-            head += heads
+        """Per part the same elements `[P, T, H, D]`, once in the wire and once in the part.
+
+        `as_strided`, since each view on the way costs a small exchange about as much as the copy itself.
+        """
+        tokens, dim = run.boxes[0].num_tokens, self.grid.dim
+        row = run.numel // (run.columns * tokens)  # elements of one token in a message
+        start = wire.storage_offset() + run.start
+        for part, tensor in enumerate(self.parts):
+            heads = run.boxes[part].num_heads // run.columns
+            shape_PTHD = (run.columns, tokens, heads, dim)
+            yield wire.as_strided(shape_PTHD, (tokens * row, row, dim, 1), start), self._box(tensor, run, part)
+            start += heads * dim
+
+    def _box(self, tensor: Tensor, run: Run, part: int) -> Tensor:
+        """A run's elements in one part, `[P, T, H, D]`."""
+        box, columns = run.boxes[part], run.columns
+        heads = box.num_heads // columns
+        stride_T, stride_H, stride_D = tensor.stride()
+        return tensor.as_strided(
+            (columns, box.num_tokens, heads, self.grid.dim),
+            (heads * stride_H, stride_T, stride_H, stride_D),
+            tensor.storage_offset() + box.tokens.start * stride_T + box.heads.start * stride_H,
+        )
+
+
+def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the tensor's elements in memory are those of `dtype` that it stands for."""
+    return tensor.dtype == dtype and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _has_wire_bytes(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether the tensor's memory, read in order, is its elements in `dtype`."""
-    return tensor.dtype == dtype and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_contiguous() and _is_plain(tensor, dtype)
 
 
-@dataclass(frozen=True, eq=False)
 class Exchange:
     """What an implementation gets: two sides, and the receive side's tensor as the result.
 
@@ -262,15 +304,23 @@ class Exchange:
         name: "dispatch" or "return".
         send: what goes out. Owned by the caller, not to be written.
         recv: where it arrives. One part, `result`, freshly allocated and contiguous.
+
+        numel: elements that the tensors of all ranks have together, the same number on every rank.
+
+    Attributes:
         rank: this rank in the group.
         result: `[tokens, heads, dim]`.
     """
 
-    name: str
-    send: Side
-    recv: Side
-    rank: int
-    result: Tensor
+    __slots__ = ("name", "numel", "rank", "recv", "result", "send")
+
+    def __init__(self, name: str, send: Side, recv: Side, numel: int) -> None:
+        self.name = name
+        self.send = send
+        self.recv = recv
+        self.numel = numel
+        self.rank = recv.grid.rank
+        self.result = recv.parts[0]
 
     @property
     def world_size(self) -> int:
@@ -298,9 +348,9 @@ def dispatch(parts: tuple[Tensor, ...], layout: HeadParallelLayout, dtype: torch
 
     The result is allocated here, uninitialised.
     """
-    dim = parts[0].shape[2]
-    sides = plan(layout, tuple(part.shape[1] for part in parts), dim)
-    return _exchange("dispatch", sides.outer, parts, sides.inner, layout.rank, dtype)
+    sides = plan(layout, tuple([part.shape[1] for part in parts]), parts[0].shape[2])
+    recv = _received(sides.inner, dtype, parts[0].device)
+    return Exchange("dispatch", Side(sides.outer, parts, dtype), recv, sides.numel)
 
 
 def undispatch(tensor: Tensor, layout: HeadParallelLayout, heads: int) -> Exchange:
@@ -309,10 +359,10 @@ def undispatch(tensor: Tensor, layout: HeadParallelLayout, heads: int) -> Exchan
     The result is allocated here, uninitialised.
     """
     sides = plan(layout, (heads,), tensor.shape[2])
-    return _exchange("return", sides.inner, (tensor,), sides.outer, layout.rank, tensor.dtype)
+    recv = _received(sides.outer, tensor.dtype, tensor.device)
+    return Exchange("return", Side(sides.inner, (tensor,), tensor.dtype), recv, sides.numel)
 
 
-def _exchange(name: str, send: Grid, parts: tuple[Tensor, ...], recv: Grid, rank: int, dtype: torch.dtype) -> Exchange:
-    (shape,) = recv.shapes
-    result = torch.empty((*shape, recv.dim), dtype=dtype, device=parts[0].device)
-    return Exchange(name, Side(send, parts, dtype), Side(recv, (result,), dtype), rank, result)
+def _received(grid: Grid, dtype: torch.dtype, device: torch.device) -> Side:
+    ((tokens, heads),) = grid.shapes
+    return Side(grid, (torch.empty((tokens, heads, grid.dim), dtype=dtype, device=device),), dtype)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from .errors import DisagreementError, ExchangeError
 
 Note = dict[str, Any]
+_GAVE_UP = "gave_up"
 
 _boards: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()
 # Groups made anew under an old name must not read old notes: per store, how often a name was used.
@@ -59,19 +60,24 @@ class Board:
         try:
             self._store.set(keys[self._rank], json.dumps(note))
             absent = self._wait(keys)
-            if absent:
-                self._store.delete_key(keys[self._rank])
-            else:
-                notes = [json.loads(self._store.get(key)) for key in keys]
-                self._read(topic, keys)
+            if absent:  # the note stays, marked, so that no other rank takes this one for absent
+                self._store.set(keys[self._rank], json.dumps({**note, _GAVE_UP: True}))
+            notes = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+            self._read(topic, keys)
         except RuntimeError as error:
             raise ExchangeError(
                 f"the ranks cannot meet for {topic}: the default group's store failed: {error}"
             ) from error
+        seconds = f"{self._patience.total_seconds():g} s"
         if absent:
             raise DisagreementError(
-                f"{self.name_ranks(absent)} did not arrive at {topic} within {self._patience.total_seconds():g} s: "
-                "dead, stuck, in another call, or set up differently (the environment must be the same on all ranks)"
+                f"{self.name_ranks(absent)} did not arrive at {topic} within {seconds}: dead, stuck, in another call, "
+                "or set up differently (the environment must be the same on all ranks)"
+            )
+        gave_up = [rank for rank, other in enumerate(notes) if other.get(_GAVE_UP)]
+        if gave_up:
+            raise DisagreementError(
+                f"{self.name_ranks([self._rank])} came to {topic} after {self.name_ranks(gave_up)} had waited {seconds}"
             )
         return notes
 

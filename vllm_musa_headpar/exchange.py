@@ -6,10 +6,12 @@ checked here is local, before any collective, and no agreement between ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -34,8 +36,8 @@ def scatter_heads_gather_tokens(tensor: Tensor, group: Any, layout: Any) -> Tens
         ValueError: before any collective, where the layout, the group and the tensor do not fit together.
         ExchangeError: the exchange failed on its way.
     """
-    layout = as_layout(layout)
     with agreement.refusals(group, tensor, "dispatch"):
+        layout = as_layout(layout)
         layout.validate_group(group)
         _require_tensor(tensor, layout.local_tokens, "local tokens")
         _require_positive(tensor)
@@ -69,8 +71,8 @@ def scatter_tokens_gather_heads(tensor: Tensor, group: Any, layout: Any) -> Tens
         ValueError: before any collective, where the layout, the group and the tensor do not fit together.
         ExchangeError: the exchange failed on its way.
     """
-    layout = as_layout(layout)
     with agreement.refusals(group, tensor, "return"):
+        layout = as_layout(layout)
         layout.validate_group(group)
         _require_tensor(tensor, layout.owned_tokens, "owned tokens")
         local_heads = tensor.shape[1]
@@ -94,30 +96,58 @@ def dispatch(parts: tuple[Tensor, ...], group: Any, layout: HeadParallelLayout, 
     Returns:
         `[owned_tokens, sum of local heads_i, dim]`: the parts side by side on the head axis.
     """
-    with torch.no_grad():
-        return _run(blocks.dispatch(parts, layout, dtype), group, layout)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return _run(blocks.dispatch(parts, layout, dtype), group, layout)
+    return _run(blocks.dispatch(parts, layout, dtype), group, layout)
 
 
 def undispatch(tensor: Tensor, group: Any, layout: HeadParallelLayout, heads: int) -> Tensor:
     """Return one validated tensor, `[owned_tokens, local_heads, dim] -> [local_tokens, heads, dim]`."""
-    with torch.no_grad():
-        return _run(blocks.undispatch(tensor, layout, heads), group, layout)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return _run(blocks.undispatch(tensor, layout, heads), group, layout)
+    return _run(blocks.undispatch(tensor, layout, heads), group, layout)
+
+
+def discover_counts(local_tokens: int, group: Any, device: torch.device) -> tuple[int, ...]:
+    """Each rank's token count where only the own one is known: one collective and one host sync.
+
+    Raises:
+        ExchangeError: the collective failed.
+    """
+    if agreement.state_of(group, device).check:
+        agreement.compare(group, "count discovery", {"device": device.type})
+    try:
+        local = torch.tensor([local_tokens], dtype=torch.int64, device=device)
+        counts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(counts, local, group=group)
+        return tuple(torch.cat(counts).tolist())
+    except RuntimeError as error:
+        raise ExchangeError(f"head-parallel count discovery with {local_tokens} own tokens failed: {error}") from error
 
 
 def _run(exchange: blocks.Exchange, group: Any, layout: HeadParallelLayout) -> Tensor:
     state = agreement.state_of(group, exchange.result.device)
     if state.check:
         agreement.compare(group, exchange.name, _note(exchange, layout, state.registration.name))
-    if not layout.total_tokens:
+    if not exchange.numel:
         return exchange.result
     try:
-        agreement.prove(state, group, exchange.result.device)
-        with record_function(f"headpar.{exchange.name}"):
-            return state.registration.implementation(exchange, group).wait()
+        if not state.used:
+            agreement.prove(state, group, exchange.result.device)
+        implementation = state.registration.implementation
+        if _profiling():  # without a profiler a range costs more than a small exchange's copy
+            with record_function(f"headpar.{exchange.name}"):
+                return implementation(exchange, group).wait()
+        return implementation(exchange, group).wait()
     except DisagreementError:
         raise
     except RuntimeError as error:
         raise ExchangeError(f"{exchange} through {state.registration.name} failed: {error}") from error
+
+
+_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def _note(exchange: blocks.Exchange, layout: HeadParallelLayout, implementation: str) -> dict[str, Any]:
@@ -167,13 +197,25 @@ def cached_layout(
     return HeadParallelLayout(token_counts, rank, replica_counts, head_counts=head_counts)
 
 
-def _require_tensor(tensor: Any, tokens: int, what: str) -> None:
+def require_dense(tensor: Any) -> None:
+    """Refuse what is no tensor with its elements in strided memory.
+
+    Raises:
+        TypeError, ValueError: it is something else.
+    """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected a torch.Tensor [tokens, heads, dim], got {type(tensor).__name__}")
-    if tensor.layout is not torch.strided:
-        raise ValueError(f"expected a strided tensor [tokens, heads, dim], got layout {tensor.layout}")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = f"{tensor.layout}, nested" if tensor.is_nested else str(tensor.layout)
+        raise ValueError(f"expected a strided tensor [tokens, heads, dim], got a tensor of layout {kind}")
     if tensor.is_meta:
         raise ValueError("expected a tensor with data, got one on device meta")
+    if tensor.is_quantized:
+        raise ValueError(f"expected a tensor of plain elements, got a quantized one, {tensor.dtype}")
+
+
+def _require_tensor(tensor: Any, tokens: int, what: str) -> None:
+    require_dense(tensor)
     if tensor.ndim != 3:
         raise ValueError(f"expected a tensor [tokens, heads, dim], got shape {list(tensor.shape)}")
     if tensor.shape[0] != tokens:
@@ -188,8 +230,8 @@ def _require_positive(tensor: Tensor) -> None:
 def _require_own_heads(tensor: Tensor, layout: HeadParallelLayout) -> None:
     assert layout.head_counts is not None
     own = layout.head_counts[layout.rank % layout.shards]
-    if tensor.shape[1] != own or tensor.shape[2] < 1:
+    if tensor.shape[1] != own or tensor.shape[2] < 1 or not any(layout.head_counts):
         raise ValueError(
-            f"the layout's head_counts {layout.head_counts} give rank {layout.rank} {own} heads, and dim must be "
-            f"positive: got a tensor {list(tensor.shape)}"
+            f"the layout's head_counts {layout.head_counts} give rank {layout.rank} {own} heads, and all heads "
+            f"together and dim must be positive: got a tensor {list(tensor.shape)}"
         )

@@ -56,6 +56,8 @@ def register_head_parallel_exchange(
         raise ValueError(f"an exchange's name must be a non-empty string other than {AUTO!r}, got {name!r}")
     if not callable(implementation):
         raise TypeError(f"the exchange {name!r} must be callable as (Exchange, group), got {implementation!r}")
+    if unusable is not None and not callable(unusable):
+        raise TypeError(f"unusable must be callable as (group, device, backend) or None, got {unusable!r}")
     if isinstance(backends, str):
         raise TypeError(f"backends must be an iterable of names, got the string {backends!r}")
     claimed = frozenset(backends)
@@ -100,6 +102,9 @@ def select(backend: str | None, exchange: str = AUTO) -> Registration:
 def backend_of(group: Any, device: torch.device) -> str | None:
     """Name of the backend that a group uses for a device; None if that cannot be found out.
 
+    Raises:
+        ValueError: the group's backends are known, and none is for the device.
+
     By name, not by class: `TORCH_DISTRIBUTED_DEBUG=DETAIL` wraps groups, and one group can have several
     backends, "cpu:gloo,musa:mccl" for example.
     """
@@ -107,11 +112,14 @@ def backend_of(group: Any, device: torch.device) -> str | None:
         config = dist.get_backend_config(group)
     except Exception:
         return None
-    names = {}
+    names: dict[str, str] = {}
     for entry in config.lower().split(","):
         name, _, backend = entry.strip().rpartition(":")
         names[name] = backend
-    return names.get(device.type) or names.get("")
+    found = names.get(device.type) or names.get("")
+    if found is None:
+        raise ValueError(f"expected a tensor on a device that the group has a backend for, {config}, got {device}")
+    return found
 
 
 def exchange_for(group: Any, device: torch.device, exchange: str = AUTO) -> str:

@@ -33,14 +33,6 @@ def process_group_of(group: Any) -> Any:
     return dist.group.WORLD if group.group is None else group.group
 
 
-def discover_counts(local_tokens: int, group: Any, device: torch.device) -> tuple[int, ...]:
-    """Each rank's token count, by one collective and one host sync."""
-    local = torch.tensor([local_tokens], dtype=torch.int64, device=device)
-    counts = [torch.empty_like(local) for _ in range(group.world_size)]
-    dist.all_gather(counts, local, group=process_group_of(group))
-    return tuple(torch.cat(counts).tolist())
-
-
 def _layout(counts: Iterable[Any], group: Any, head_counts: tuple[int, ...] | None = None) -> HeadParallelLayout:
     """The layout for counts as MAGI-2 has them, any integers, checked against the group."""
     layout = exchange.cached_layout(tuple(map(operator.index, counts)), group.rank, head_counts=head_counts)
@@ -56,19 +48,18 @@ def make_ep_dispatch(parallel: ModuleType) -> Function:
             return tensor
         torch_group = process_group_of(group)
         with refusals(torch_group, tensor, "dispatch"):
+            exchange.require_dense(tensor)
             if tensor.ndim != 3 or tensor.shape[1] % group.world_size:
                 heads = tensor.shape[1] if tensor.ndim >= 2 else "?"
                 raise ValueError(f"MoE head count {heads} must divide by EP size {group.world_size}")
-        tokens, heads, dim = tensor.shape
+        tokens = tensor.shape[0]
         sizes = sequence_split_sizes
         if sizes is None:
-            sizes = discover_counts(tokens, group, tensor.device)
+            sizes = exchange.discover_counts(tokens, torch_group, tensor.device)
         with refusals(torch_group, tensor, "dispatch"):
             if len(sizes) != group.world_size or sizes[group.rank] != tokens:
                 raise ValueError("EP sequence split sizes do not describe the local tensor")
             layout = _layout(sizes, group)
-        if not heads or not dim:
-            return tensor.new_empty((layout.total_tokens, heads // group.world_size, dim))
         return exchange.dispatch((tensor,), torch_group, layout, tensor.dtype)
 
     return ep_dispatch
@@ -83,6 +74,7 @@ def make_ep_undispatch(parallel: ModuleType) -> Function:
         torch_group = process_group_of(group)
         sizes = sequence_split_sizes
         with refusals(torch_group, tensor, "return"):
+            exchange.require_dense(tensor)
             if tensor.ndim != 3:
                 raise ValueError("EP-dispatched tensor must be [global_tokens,local_heads,dim]")
             if sizes is None:
@@ -92,11 +84,7 @@ def make_ep_undispatch(parallel: ModuleType) -> Function:
             if len(sizes) != group.world_size or sum(sizes) != tensor.shape[0]:
                 raise ValueError("EP sequence split sizes do not partition the global tensor")
             layout = _layout(sizes, group)
-        _, local_heads, dim = tensor.shape
-        heads = group.world_size * local_heads
-        if not heads or not dim:
-            return tensor.new_empty((layout.local_tokens, heads, dim))
-        return exchange.undispatch(tensor, torch_group, layout, heads)
+        return exchange.undispatch(tensor, torch_group, layout, group.world_size * tensor.shape[1])
 
     return ep_undispatch
 
@@ -118,9 +106,11 @@ def make_scatter_heads_gather_seqlen(parallel: ModuleType) -> Function:
             return []
         torch_group = process_group_of(group)
         with refusals(torch_group, tensors[0], "dispatch"):
-            local_tokens = split_sizes[group.rank]
+            for tensor in tensors:
+                exchange.require_dense(tensor)
             if len(split_sizes) != group.world_size:
                 raise ValueError("split_sizes length must equal the Ulysses world size")
+            local_tokens = split_sizes[group.rank]
             if any(tensor.ndim != 3 or tensor.shape[0] != local_tokens for tensor in tensors):
                 raise ValueError("all Ulysses inputs must be [local_tokens, heads, dim]")
             dim = tensors[0].shape[-1]
@@ -132,10 +122,7 @@ def make_scatter_heads_gather_seqlen(parallel: ModuleType) -> Function:
             layout = _layout(split_sizes, group)
         local_heads = [tensor.shape[1] // group.world_size for tensor in tensors]
         dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-        if sum(local_heads) and dim:
-            fused = exchange.dispatch(tuple(tensors), torch_group, layout, dtype)
-        else:
-            fused = tensors[0].new_empty((layout.total_tokens, sum(local_heads), dim), dtype=dtype)
+        fused = exchange.dispatch(tuple(tensors), torch_group, layout, dtype)
         return list(torch.split(fused, local_heads, dim=1))
 
     return scatter_heads_gather_seqlen
@@ -149,16 +136,13 @@ def make_scatter_seqlen_gather_heads(parallel: ModuleType) -> Function:
             return tensor
         torch_group = process_group_of(group)
         with refusals(torch_group, tensor, "return"):
+            exchange.require_dense(tensor)
             if tensor.ndim != 3 or not tensor.is_contiguous():
                 raise ValueError("Ulysses attention input must be contiguous [S,H,D]")
             if len(split_sizes) != group.world_size or sum(split_sizes) != tensor.shape[0]:
                 raise ValueError("split_sizes must partition the input sequence")
             layout = _layout(split_sizes, group)
-        _, local_heads, dim = tensor.shape
-        heads = group.world_size * local_heads
-        if not heads or not dim:
-            return tensor.new_empty((layout.local_tokens, heads, dim))
-        return exchange.undispatch(tensor, torch_group, layout, heads)
+        return exchange.undispatch(tensor, torch_group, layout, group.world_size * tensor.shape[1])
 
     return scatter_seqlen_gather_heads
 
@@ -236,7 +220,7 @@ def make_moe_forward(stock: Function, parallel: ModuleType, mh_moe: ModuleType) 
         with refusals(torch_group, x, "dispatch"):
             counts = known_counts(parallel, group, x_heads.shape[0])
         if counts is None:
-            counts = discover_counts(x_heads.shape[0], group, x.device)
+            counts = exchange.discover_counts(x_heads.shape[0], torch_group, x.device)
         with refusals(torch_group, x, "dispatch"):
             head_counts = real_head_counts(self.num_heads, self.local_num_heads, group.world_size)
             layout = _layout(counts, group, head_counts)

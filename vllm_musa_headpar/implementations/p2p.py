@@ -54,14 +54,20 @@ class Posted:
         self._group = group
         self._transfer = transfer
         self._incoming = incoming  # [elements of the other ranks' messages] staging, None where received in place
+        self._failed = False
         self._sources = sources  # the peers whose messages the first works are, None where one work is all
 
     def wait(self) -> Tensor:
+        if self._failed:
+            raise RuntimeError("this exchange has failed before; its result is undefined")
         incoming, self._incoming = self._incoming, None
-        if incoming is not None:
-            with torch.no_grad():
+        try:
+            if incoming is not None:
                 self._unpack(incoming)
-        self._transfer.wait()
+            self._transfer.wait()
+        except RuntimeError:
+            self._failed = True
+            raise
         return self._exchange.result
 
     def _unpack(self, incoming: Tensor) -> None:
@@ -87,10 +93,9 @@ def p2p(exchange: Exchange, group: Any) -> Posted:
     for transfer in _abandoned.pop(group, ()):
         transfer.wait()
     send, recv = exchange.send, exchange.recv
-    outgoing = _staging(send, exchange)
-    if outgoing is not None:
-        send.pack(outgoing, send.grid.other_runs)
-    incoming = _staging(recv, exchange)
+    # Wires of the other ranks' messages, None where the side's own memory is the wire.
+    outgoing = send.packed(send.grid.other_runs) if send.flat is None else None
+    incoming = recv.staging(recv.grid.other_runs) if recv.flat is None else None
     receives = [
         (peer, dist.P2POp(dist.irecv, _bytes(_message(recv, incoming, peer)), group=group, group_peer=peer))
         for peer in _peers(exchange, recv, step=-1)
@@ -125,14 +130,6 @@ def _peers(exchange: Exchange, side: Side, step: int) -> Iterator[int]:
         peer = (exchange.rank + step * distance) % exchange.world_size
         if side.grid.numel[peer]:
             yield peer
-
-
-def _staging(side: Side, exchange: Exchange) -> Tensor | None:
-    """A wire of the other ranks' messages, None where the side's own memory is the wire."""
-    if side.flat is not None:
-        return None
-    numel = side.grid.total - side.grid.numel[exchange.rank]
-    return torch.empty(numel, dtype=exchange.result.dtype, device=exchange.result.device)
 
 
 def _message(side: Side, staging: Tensor | None, peer: int) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,8 +22,7 @@ class Received:
     def wait(self) -> Tensor:
         recv = self._exchange.recv
         if self._wire is not None and recv.flat is None:
-            with torch.no_grad():
-                recv.unpack(self._wire, recv.grid.all_runs)
+            recv.unpack(self._wire, recv.grid.all_runs)
         self._wire = None
         return self._exchange.result
 
@@ -34,18 +32,17 @@ def all_to_all(exchange: Exchange, group: Any) -> Received:
 
     Sides that already are wire format are used in place; a strided one is packed or unpacked by one copy.
     """
-    send, recv, result = exchange.send, exchange.recv, exchange.result
+    send, recv = exchange.send, exchange.recv
     outgoing, incoming = send.flat, recv.flat
     if outgoing is None:
-        outgoing = torch.empty(send.grid.total, dtype=result.dtype, device=result.device)
-        send.pack(outgoing, send.grid.all_runs)
+        outgoing = send.packed(send.grid.all_runs)
     if incoming is None:
-        incoming = torch.empty(recv.grid.total, dtype=result.dtype, device=result.device)
+        incoming = recv.staging(recv.grid.all_runs)
     dist.all_to_all_single(
         incoming,
         outgoing,
-        output_split_sizes=list(recv.grid.numel),
-        input_split_sizes=list(send.grid.numel),
+        output_split_sizes=recv.grid.sizes,
+        input_split_sizes=send.grid.sizes,
         group=group,
     )
     return Received(exchange, incoming)
