@@ -21,7 +21,7 @@ import model
 import pytest
 import torch
 import torch.distributed as dist
-from pool import environment, process_group
+from pool import environment, process_group, use_p2p_for_all_sizes
 
 from vllm_musa_headpar import agreement, scatter_heads_gather_tokens, scatter_tokens_gather_heads
 from vllm_musa_headpar.errors import ExchangeError
@@ -131,6 +131,7 @@ def dies_after(group: Any) -> None:
 
 
 def killed(rank: int, nproc: int, store: str, folder: str, exchange: str, scenario: Callable[[Any], None]) -> None:
+    use_p2p_for_all_sizes()
     with environment(VLLM_MUSA_HEADPAR_EXCHANGE=exchange):
         with process_group(rank, nproc, store, timeout=PATIENCE):
             round_trip(dist.group.WORLD, (1, 2, 0, 1)) if scenario is not dies_before else None

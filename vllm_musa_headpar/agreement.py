@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,6 +45,11 @@ class GroupState:
     check: bool
     proven: bool
     used: bool = False
+
+    @cached_property
+    def min_message_bytes(self) -> int:
+        """Exchanges with smaller messages, in the mean over all pairs of ranks, go through the reference."""
+        return self.registration.min_message_bytes.get(self.backend or "", 0)
 
 
 # Hung on the group weakly: a group made anew, even at the same address, settles anew.
@@ -243,35 +248,21 @@ def _differences(board: Board, field: str, notes: list[Note]) -> str:
     return f"{field}: " + ", ".join(f"{value} on {board.name_ranks(ranks)}" for value, ranks in groups)
 
 
-class refusals:
-    """Context of a rank's own validation: with the check on, a refusal is published before it is raised.
+def publish_refusal(group: Any, tensor: object, name: str, error: Exception) -> None:
+    """Tell the other ranks, with the check on, that this one refuses its own input and will not come.
 
-    The other ranks are then not left waiting for one that will not come.
+    Never raises: the refusal itself is what the caller must see.
     """
-
-    __slots__ = ("_device", "_group", "_name")
-
-    def __init__(self, group: Any, tensor: object, name: str) -> None:
-        self._group, self._name = group, name
-        self._device = getattr(tensor, "device", None)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not isinstance(error, Exception):
+    device = getattr(tensor, "device", None)
+    try:
+        known: Iterable[GroupState] = _states.get(group, {}).values()
+        if not any(state.check for state in known) and not config.read().check:
             return
-        try:
-            self._publish(f"{type(error).__name__}: {error}")
-        except Exception as failure:  # the refusal itself is what the caller must see
-            logger.debug("a refusal could not be published: %s", failure)
-
-    def _publish(self, told: str) -> None:
-        device = self._device if isinstance(self._device, torch.device) else torch.device("cpu")
-        known: Iterable[GroupState] = _states.get(self._group, {}).values()
-        if any(state.check for state in known) or config.read().check:
-            with suppress(ValueError):  # of a device that the group has no backend for
-                state_of(self._group, device)  # the others settle first too
-            board = board_of(self._group)
-            sequence = board.sequence
-            board.leave(_topic(board), {"sequence": sequence, "direction": self._name, "error": told})
+        with suppress(ValueError):  # of a device that the group has no backend for
+            state_of(group, device if isinstance(device, torch.device) else torch.device("cpu"))
+        board = board_of(group)
+        sequence = board.sequence
+        told = f"{type(error).__name__}: {error}"
+        board.leave(_topic(board), {"sequence": sequence, "direction": name, "error": told})
+    except Exception as failure:
+        logger.debug("a refusal could not be published: %s", failure)

@@ -30,11 +30,11 @@ class Box:
     tokens: slice
     heads: slice
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return int(self.tokens.stop - self.tokens.start)
 
-    @property
+    @cached_property
     def num_heads(self) -> int:
         return int(self.heads.stop - self.heads.start)
 
@@ -51,6 +51,13 @@ class Run:
     numel: int
     columns: int
     boxes: tuple[Box, ...]  # per part: all the run's tokens x all the run's heads
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Per part: tokens, heads of one column, first token, first head."""
+        return tuple(
+            (box.num_tokens, box.num_heads // self.columns, box.tokens.start, box.heads.start) for box in self.boxes
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,6 +223,7 @@ class Side:
         grid: the boxes.
         parts: one tensor `[tokens, heads, dim]` per part of the grid, of any strides.
         dtype: element type on the wire; parts of another type are converted by the copy.
+        fresh: the one part has just been allocated, contiguous.
 
     Attributes:
         flat: 1-D alias of the wire of all peers, where the parts already are that: nothing to copy.
@@ -223,14 +231,14 @@ class Side:
 
     __slots__ = ("dtype", "flat", "grid", "parts")
 
-    def __init__(self, grid: Grid, parts: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    def __init__(self, grid: Grid, parts: tuple[Tensor, ...], dtype: torch.dtype, *, fresh: bool = False) -> None:
         self.grid = grid
         self.parts = parts
         self.dtype = dtype
         self.flat = None
-        if grid.is_wire and _has_wire_bytes(parts[0], dtype):
+        if grid.is_wire and (fresh or _has_wire_bytes(parts[0], dtype)):
             # Not view(-1): of a single element it may keep a stride other than 1.
-            self.flat = parts[0].as_strided((parts[0].numel(),), (1,))
+            self.flat = parts[0].as_strided((grid.total,), (1,))
 
     def staging(self, runs: tuple[Run, ...]) -> Tensor:
         """An uninitialised wire of these runs, on the parts' device."""
@@ -266,24 +274,23 @@ class Side:
 
         `as_strided`, since each view on the way costs a small exchange about as much as the copy itself.
         """
-        tokens, dim = run.boxes[0].num_tokens, self.grid.dim
+        tokens, dim = run.pieces[0][0], self.grid.dim
         row = run.numel // (run.columns * tokens)  # elements of one token in a message
         start = wire.storage_offset() + run.start
         for part, tensor in enumerate(self.parts):
-            heads = run.boxes[part].num_heads // run.columns
+            heads = run.pieces[part][1]
             shape_PTHD = (run.columns, tokens, heads, dim)
             yield wire.as_strided(shape_PTHD, (tokens * row, row, dim, 1), start), self._box(tensor, run, part)
             start += heads * dim
 
     def _box(self, tensor: Tensor, run: Run, part: int) -> Tensor:
         """A run's elements in one part, `[P, T, H, D]`."""
-        box, columns = run.boxes[part], run.columns
-        heads = box.num_heads // columns
+        tokens, heads, first_token, first_head = run.pieces[part]
         stride_T, stride_H, stride_D = tensor.stride()
         return tensor.as_strided(
-            (columns, box.num_tokens, heads, self.grid.dim),
+            (run.columns, tokens, heads, self.grid.dim),
             (heads * stride_H, stride_T, stride_H, stride_D),
-            tensor.storage_offset() + box.tokens.start * stride_T + box.heads.start * stride_H,
+            tensor.storage_offset() + first_token * stride_T + first_head * stride_H,
         )
 
 
@@ -365,4 +372,4 @@ def undispatch(tensor: Tensor, layout: HeadParallelLayout, heads: int) -> Exchan
 
 def _received(grid: Grid, dtype: torch.dtype, device: torch.device) -> Side:
     ((tokens, heads),) = grid.shapes
-    return Side(grid, (torch.empty((tokens, heads, grid.dim), dtype=dtype, device=device),), dtype)
+    return Side(grid, (torch.empty((tokens, heads, grid.dim), dtype=dtype, device=device),), dtype, fresh=True)

@@ -15,9 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from . import agreement, blocks
+from . import agreement, blocks, registry
 from .errors import DisagreementError, ExchangeError
 from .layout import HeadParallelLayout
+
+# What validation raises. With the check on, the other ranks are told.
+REFUSALS = (ValueError, TypeError, IndexError)
 
 
 def scatter_heads_gather_tokens(tensor: Tensor, group: Any, layout: Any) -> Tensor:
@@ -36,7 +39,7 @@ def scatter_heads_gather_tokens(tensor: Tensor, group: Any, layout: Any) -> Tens
         ValueError: before any collective, where the layout, the group and the tensor do not fit together.
         ExchangeError: the exchange failed on its way.
     """
-    with agreement.refusals(group, tensor, "dispatch"):
+    try:
         layout = as_layout(layout)
         layout.validate_group(group)
         _require_tensor(tensor, layout.local_tokens, "local tokens")
@@ -49,6 +52,9 @@ def scatter_heads_gather_tokens(tensor: Tensor, group: Any, layout: Any) -> Tens
                 f"{heads} heads must be the sum of the layout's head_counts {layout.head_counts}, "
                 f"{sum(layout.head_counts)}"
             )
+    except REFUSALS as error:
+        agreement.publish_refusal(group, tensor, "dispatch", error)
+        raise
     if layout.world_size == 1:
         return tensor
     return dispatch((tensor,), group, layout, tensor.dtype)
@@ -71,7 +77,7 @@ def scatter_tokens_gather_heads(tensor: Tensor, group: Any, layout: Any) -> Tens
         ValueError: before any collective, where the layout, the group and the tensor do not fit together.
         ExchangeError: the exchange failed on its way.
     """
-    with agreement.refusals(group, tensor, "return"):
+    try:
         layout = as_layout(layout)
         layout.validate_group(group)
         _require_tensor(tensor, layout.owned_tokens, "owned tokens")
@@ -82,6 +88,9 @@ def scatter_tokens_gather_heads(tensor: Tensor, group: Any, layout: Any) -> Tens
         else:
             _require_own_heads(tensor, layout)
             heads = sum(layout.head_counts)
+    except REFUSALS as error:
+        agreement.publish_refusal(group, tensor, "return", error)
+        raise
     if layout.world_size == 1:
         return tensor
     return undispatch(tensor, group, layout, heads)
@@ -137,6 +146,8 @@ def _run(exchange: blocks.Exchange, group: Any, layout: HeadParallelLayout) -> T
         if not state.used:
             agreement.prove(state, group, exchange.result.device)
         implementation = state.registration.implementation
+        if exchange.numel * exchange.result.element_size() < state.min_message_bytes * layout.world_size**2:
+            implementation = registry.REFERENCE.implementation
         if _profiling():  # without a profiler a range costs more than a small exchange's copy
             with record_function(f"headpar.{exchange.name}"):
                 return implementation(exchange, group).wait()

@@ -7,7 +7,7 @@ The interface and its rules follow vLLM-Omni's head-parallel exchange contract (
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -67,50 +67,50 @@ class HeadParallelLayout:
         if self.world_size % self.replicas:
             raise ValueError(f"{self.replicas} replicas must divide the group size {self.world_size}")
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Ranks in the group."""
         return len(self.token_counts)
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """Parts that each rank's tokens are split into; 1 without `replica_counts`."""
         return 1 if self.replica_counts is None else len(self.replica_counts[0])
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Head shards; ranks of the same shard are replicas of each other."""
         return self.world_size // self.replicas
 
-    @property
+    @cached_property
     def local_tokens(self) -> int:
         """Tokens that this rank brings."""
         return self.token_counts[self.rank]
 
-    @property
+    @cached_property
     def total_tokens(self) -> int:
         """Tokens of all ranks together."""
         return sum(self.token_counts)
 
-    @property
+    @cached_property
     def parts(self) -> tuple[tuple[int, ...], ...]:
         """Per rank, the sizes of the contiguous parts of its tokens."""
         if self.replica_counts is None:
             return tuple((count,) for count in self.token_counts)
         return self.replica_counts
 
-    @property
+    @cached_property
     def local_parts(self) -> tuple[int, ...]:
         """Sizes of the contiguous parts of this rank's tokens."""
         return self.parts[self.rank]
 
-    @property
+    @cached_property
     def owned_counts(self) -> tuple[int, ...]:
         """Tokens that this rank's head shard receives from each rank."""
         part = self.rank // self.shards
         return tuple(parts[part] for parts in self.parts)
 
-    @property
+    @cached_property
     def owned_tokens(self) -> int:
         """Tokens that this rank's head shard receives in all."""
         return sum(self.owned_counts)

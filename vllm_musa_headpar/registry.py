@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class Registration:
     backends: frozenset[str] = frozenset()
     priority: int = 0
     unusable: Unusable | None = None
+    min_message_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 _registrations: dict[str, Registration] = {}
@@ -37,6 +38,7 @@ def register_head_parallel_exchange(
     backends: Iterable[str],
     priority: int = 0,
     unusable: Unusable | None = None,
+    min_message_bytes: Mapping[str, int] | None = None,
 ) -> None:
     """Make an exchange implementation known.
 
@@ -47,6 +49,8 @@ def register_head_parallel_exchange(
         priority: the highest one that claims a backend is selected there, ties by name.
         unusable: asked at the first exchange of a group with the group, the tensors' device and the backend;
             a sentence why the implementation must not be used there, or None.
+        min_message_bytes: by backend; exchanges whose messages are smaller, in the mean over all pairs of ranks,
+            go through the reference there.
 
     Raises:
         TypeError, ValueError: an argument is not of these kinds, or the name is taken by another object.
@@ -70,7 +74,9 @@ def register_head_parallel_exchange(
         if taken.implementation is not implementation:
             raise ValueError(f"the exchange {name!r} is already registered as {taken.implementation!r}")
         return
-    _registrations[name] = Registration(name, implementation, frozenset(map(str.lower, claimed)), priority, unusable)
+    _registrations[name] = Registration(
+        name, implementation, frozenset(map(str.lower, claimed)), priority, unusable, dict(min_message_bytes or {})
+    )
 
 
 def registered() -> tuple[str, ...]:
@@ -128,5 +134,12 @@ def exchange_for(group: Any, device: torch.device, exchange: str = AUTO) -> str:
 
 
 register_head_parallel_exchange(reference.NAME, reference.all_to_all, backends=())
-register_head_parallel_exchange(p2p.NAME, p2p.p2p, backends=("mccl",), priority=10, unusable=p2p.unusable)
+register_head_parallel_exchange(
+    p2p.NAME,
+    p2p.p2p,
+    backends=("mccl",),
+    priority=10,
+    unusable=p2p.unusable,
+    min_message_bytes=p2p.MIN_MESSAGE_BYTES,
+)
 REFERENCE = _registrations[reference.NAME]

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .. import __version__, registry
@@ -115,13 +114,15 @@ class Report:
         )
 
 
+@torch.inference_mode()
 def run(world: World, cases: tuple[Case, ...], rounds: int, exchanges: tuple[str, ...]) -> Report:
-    """Measure on every rank of a world. The report is the same on all of them.
+    """Measure on every rank of a world, in inference mode as the host runs. The report is the same on all of them.
 
     Args:
         exchanges: names of implementations; empty for all that are registered.
     """
-    groups: dict[str, Any] = {}
+    # Every line has a group of its own, so that none runs over connections that another, or the barrier, keeps warm.
+    groups: dict[str, Any] = {STOCK: world.new_group(), BARE: world.new_group()}
     not_used: dict[str, str] = {}
     for name in exchanges or registry.registered():
         group, used = group_using(name, world)
@@ -191,35 +192,29 @@ def _lines(world: World, case: Case, groups: dict[str, Any]) -> list[Line]:
     data = torch.randint(256, (*shape[:2], case.dim * dtype.itemsize), dtype=torch.uint8, generator=generator)
     tensor = data.view(dtype).to(world.device)
     layout = HeadParallelLayout(counts, world.rank)
-    group = dist.group.WORLD
 
-    routed = stock.dispatch(tensor, counts, group)
+    routed = stock.dispatch(tensor, counts, groups[STOCK])
     lines = [
         Line(
             STOCK,
-            partial(stock.dispatch, tensor, counts, group),
-            partial(stock.undispatch, routed, counts, world.rank, group),
+            partial(stock.dispatch, tensor, counts, groups[STOCK]),
+            partial(stock.undispatch, routed, counts, world.rank, groups[STOCK]),
             routed,
             tensor,
         )
     ]
-    for name, own_group in groups.items():
-        lines.append(
-            Line(
-                name,
-                partial(scatter_heads_gather_tokens, tensor, own_group, layout),
-                partial(scatter_tokens_gather_heads, routed, own_group, layout),
-                routed,
-                tensor,
-            )
-        )
+    for name, group in groups.items():
+        if name not in (STOCK, BARE):
+            dispatch = partial(scatter_heads_gather_tokens, tensor, group, layout)
+            back = partial(scatter_tokens_gather_heads, routed, group, layout)
+            lines.append(Line(name, dispatch, back, routed, tensor))
     # The same bytes, already packed, into buffers that are there: what the link alone takes.
     wire = stock.pack_heads(tensor, world.size)
     lines.append(
         Line(
             BARE,
-            partial(stock.send_heads, wire, torch.empty_like(routed), counts, group),
-            partial(stock.send_tokens, routed, torch.empty_like(wire), counts, group),
+            partial(stock.send_heads, wire, torch.empty_like(routed), counts, groups[BARE]),
+            partial(stock.send_tokens, routed, torch.empty_like(wire), counts, groups[BARE]),
             routed,
             wire,
         )

@@ -132,7 +132,7 @@ def _measure(world: World, tokens: int, rounds: int, exchanges: tuple[str, ...],
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     with torch.inference_mode():
         bench = _Bench(world, tokens, heads)
-        variants = {STOCK: dist.group.WORLD}
+        variants = {STOCK: world.new_group()}
         for exchange in exchanges:
             group, used = group_using(exchange, world)
             if used == exchange:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,8 @@ class Spread:
 def interleave(
     lines: Sequence[Callable[[], tuple[float, ...]]], rounds: int, world: World, advance: Callable[[], None]
 ) -> Tensor:
-    """Time lines round by round. Each round starts with another line: none always follows the same one.
+    """Time lines round by round, in another order each time: a line that always followed a like one would find the
+    caches warm. The orders are the same on all ranks.
 
     Args:
         lines: each returns the seconds that its steps took on this rank, the same number of steps for all.
@@ -43,10 +45,8 @@ def interleave(
     """
     times = []
     for number in range(-WARM_UP, rounds):
-        measured: dict[int, tuple[float, ...]] = {}
-        for step in range(len(lines)):
-            index = (number + step) % len(lines)
-            measured[index] = lines[index]()
+        order = random.Random(number).sample(range(len(lines)), len(lines))
+        measured = {index: lines[index]() for index in order}
         if number >= 0:
             times.append([measured[index] for index in range(len(lines))])
         advance()

@@ -38,6 +38,10 @@ class World:
     device: torch.device
     timeout: float  # seconds
 
+    def new_group(self) -> Any:
+        """A process group of all ranks."""
+        return dist.new_group(timeout=timedelta(seconds=self.timeout))
+
     def synchronize(self) -> None:
         """Wait for the device; nothing to do on the CPU."""
         if self.device.type != "cpu":
@@ -174,7 +178,7 @@ def group_using(exchange: str, world: World) -> tuple[Any, str]:
     Returns:
         The group and the name of the implementation that the ranks settled on.
     """
-    group = dist.new_group(timeout=timedelta(seconds=world.timeout))
+    group = world.new_group()
     layout = HeadParallelLayout((1,) * world.size, world.rank)
     with exchange_setting(exchange):
         scatter_heads_gather_tokens(torch.zeros(1, world.size, 1, device=world.device), group, layout)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import exchange
-from ..agreement import refusals
+from ..agreement import publish_refusal
 from ..layout import HeadParallelLayout
 from .head_parallel import MAGI2, require_stock_wrappers
 from .ledger import Binding, NotNeeded, Record, Refused, imports_of, load, stock_function
@@ -47,19 +47,20 @@ def make_ep_dispatch(parallel: ModuleType) -> Function:
         if group.world_size == 1:
             return tensor
         torch_group = process_group_of(group)
-        with refusals(torch_group, tensor, "dispatch"):
+        try:
             exchange.require_dense(tensor)
             if tensor.ndim != 3 or tensor.shape[1] % group.world_size:
                 heads = tensor.shape[1] if tensor.ndim >= 2 else "?"
                 raise ValueError(f"MoE head count {heads} must divide by EP size {group.world_size}")
-        tokens = tensor.shape[0]
-        sizes = sequence_split_sizes
-        if sizes is None:
-            sizes = exchange.discover_counts(tokens, torch_group, tensor.device)
-        with refusals(torch_group, tensor, "dispatch"):
-            if len(sizes) != group.world_size or sizes[group.rank] != tokens:
+            sizes = sequence_split_sizes
+            if sizes is None:
+                sizes = exchange.discover_counts(tensor.shape[0], torch_group, tensor.device)
+            if len(sizes) != group.world_size or sizes[group.rank] != tensor.shape[0]:
                 raise ValueError("EP sequence split sizes do not describe the local tensor")
             layout = _layout(sizes, group)
+        except exchange.REFUSALS as error:
+            publish_refusal(torch_group, tensor, "dispatch", error)
+            raise
         return exchange.dispatch((tensor,), torch_group, layout, tensor.dtype)
 
     return ep_dispatch
@@ -73,7 +74,7 @@ def make_ep_undispatch(parallel: ModuleType) -> Function:
             return tensor
         torch_group = process_group_of(group)
         sizes = sequence_split_sizes
-        with refusals(torch_group, tensor, "return"):
+        try:
             exchange.require_dense(tensor)
             if tensor.ndim != 3:
                 raise ValueError("EP-dispatched tensor must be [global_tokens,local_heads,dim]")
@@ -84,6 +85,9 @@ def make_ep_undispatch(parallel: ModuleType) -> Function:
             if len(sizes) != group.world_size or sum(sizes) != tensor.shape[0]:
                 raise ValueError("EP sequence split sizes do not partition the global tensor")
             layout = _layout(sizes, group)
+        except exchange.REFUSALS as error:
+            publish_refusal(torch_group, tensor, "return", error)
+            raise
         return exchange.undispatch(tensor, torch_group, layout, group.world_size * tensor.shape[1])
 
     return ep_undispatch
@@ -105,7 +109,7 @@ def make_scatter_heads_gather_seqlen(parallel: ModuleType) -> Function:
         if not tensors:
             return []
         torch_group = process_group_of(group)
-        with refusals(torch_group, tensors[0], "dispatch"):
+        try:
             for tensor in tensors:
                 exchange.require_dense(tensor)
             if len(split_sizes) != group.world_size:
@@ -120,6 +124,9 @@ def make_scatter_heads_gather_seqlen(parallel: ModuleType) -> Function:
                 devices = ", ".join(str(tensor.device) for tensor in tensors)
                 raise ValueError(f"all Ulysses inputs must be on one device, got {devices}")
             layout = _layout(split_sizes, group)
+        except exchange.REFUSALS as error:
+            publish_refusal(torch_group, tensors[0], "dispatch", error)
+            raise
         local_heads = [tensor.shape[1] // group.world_size for tensor in tensors]
         dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
         fused = exchange.dispatch(tuple(tensors), torch_group, layout, dtype)
@@ -135,13 +142,16 @@ def make_scatter_seqlen_gather_heads(parallel: ModuleType) -> Function:
         if group.world_size == 1:
             return tensor
         torch_group = process_group_of(group)
-        with refusals(torch_group, tensor, "return"):
+        try:
             exchange.require_dense(tensor)
             if tensor.ndim != 3 or not tensor.is_contiguous():
                 raise ValueError("Ulysses attention input must be contiguous [S,H,D]")
             if len(split_sizes) != group.world_size or sum(split_sizes) != tensor.shape[0]:
                 raise ValueError("split_sizes must partition the input sequence")
             layout = _layout(split_sizes, group)
+        except exchange.REFUSALS as error:
+            publish_refusal(torch_group, tensor, "return", error)
+            raise
         return exchange.undispatch(tensor, torch_group, layout, group.world_size * tensor.shape[1])
 
     return scatter_seqlen_gather_heads
@@ -217,13 +227,14 @@ def make_moe_forward(stock: Function, parallel: ModuleType, mh_moe: ModuleType) 
             return output
         torch_group = process_group_of(group)
         x_heads = x.view(-1, self.num_heads, self.d_head)
-        with refusals(torch_group, x, "dispatch"):
+        try:
             counts = known_counts(parallel, group, x_heads.shape[0])
-        if counts is None:
-            counts = exchange.discover_counts(x_heads.shape[0], torch_group, x.device)
-        with refusals(torch_group, x, "dispatch"):
-            head_counts = real_head_counts(self.num_heads, self.local_num_heads, group.world_size)
-            layout = _layout(counts, group, head_counts)
+            if counts is None:
+                counts = exchange.discover_counts(x_heads.shape[0], torch_group, x.device)
+            layout = _layout(counts, group, real_head_counts(self.num_heads, self.local_num_heads, group.world_size))
+        except exchange.REFUSALS as error:
+            publish_refusal(torch_group, x, "dispatch", error)
+            raise
         routed = exchange.dispatch((x_heads,), torch_group, layout, x.dtype)
         if self.has_real_moe_heads:
             real = routed.shape[1]

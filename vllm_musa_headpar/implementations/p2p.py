@@ -16,27 +16,61 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..blocks import Exchange, Side
+from ..blocks import Exchange, Run, Side
 
 NAME = "p2p"
+
+# Gloo does not coalesce: every message is posted and waited for by itself, which below this size costs more than
+# the saved copies (measured, docs/performance.md). On MCCL a batch is one launch of any size.
+MIN_MESSAGE_BYTES = {"gloo": 256 * 1024}
 
 # Transfers whose handle was dropped before `wait()`, per group: an abandoned receive would swallow the
 # next message of its peer, so its buffers live on and the next exchange of the group ends it first.
 _abandoned: weakref.WeakKeyDictionary[Any, list[Transfer]] = weakref.WeakKeyDictionary()
 
 
+# Staging to be used again, per group. On CPU only: there a large allocation is new pages each time, which cost
+# about as much as the copy into them; a device's allocator keeps its memory, and knows about streams.
+_spare: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
+_SPARES = 2  # one exchange stages one side, and two may be in flight
+
+
 class Transfer:
-    """The works of one batch with every tensor they touch. `messages[i]` belongs to `works[i]` where the
+    """The works of one batch with every tensor they touch. The first works are the receives' where the
     backend returns one work per message; a coalesced batch has one work for all."""
 
-    def __init__(self, works: list[Any], buffers: tuple[Tensor | None, ...]) -> None:
+    def __init__(self, group: Any, works: list[Any], staging: tuple[Tensor | None, ...], touched: tuple[Tensor, ...]):
         self.works = works
-        self.buffers = buffers
+        self._group = weakref.ref(group)
+        self._staging = staging
+        self._touched = touched
 
     def wait(self) -> None:
         while self.works:
             self.works.pop(0).wait()
-        self.buffers = ()
+        self._touched = ()
+
+    def release(self) -> None:
+        """Nothing reads or writes the staging any more."""
+        staging, self._staging = self._staging, ()
+        group = self._group()
+        for wire in staging:
+            if group is not None and wire is not None and wire.device.type == "cpu":
+                spare = _spare.setdefault(group, [])
+                spare.append(_bytes(wire))
+                del spare[:-_SPARES]
+
+
+def _borrow(side: Side, runs: tuple[Run, ...], group: Any) -> Tensor:
+    """An uninitialised wire of these runs."""
+    spare = _spare.get(group)
+    if spare:
+        numel = sum(run.numel for run in runs)
+        size = numel * side.dtype.itemsize
+        for index, wire in enumerate(spare):
+            if size <= wire.numel() <= 2 * size:
+                return spare.pop(index)[:size].view(side.dtype)
+    return side.staging(runs)
 
 
 class Posted:
@@ -65,6 +99,7 @@ class Posted:
             if incoming is not None:
                 self._unpack(incoming)
             self._transfer.wait()
+            self._transfer.release()
         except RuntimeError:
             self._failed = True
             raise
@@ -94,8 +129,12 @@ def p2p(exchange: Exchange, group: Any) -> Posted:
         transfer.wait()
     send, recv = exchange.send, exchange.recv
     # Wires of the other ranks' messages, None where the side's own memory is the wire.
-    outgoing = send.packed(send.grid.other_runs) if send.flat is None else None
-    incoming = recv.staging(recv.grid.other_runs) if recv.flat is None else None
+    outgoing = incoming = None
+    if send.flat is None:
+        outgoing = _borrow(send, send.grid.other_runs, group)
+        send.pack(outgoing, send.grid.other_runs)
+    if recv.flat is None:
+        incoming = _borrow(recv, recv.grid.other_runs, group)
     receives = [
         (peer, dist.P2POp(dist.irecv, _bytes(_message(recv, incoming, peer)), group=group, group_peer=peer))
         for peer in _peers(exchange, recv, step=-1)
@@ -106,7 +145,7 @@ def p2p(exchange: Exchange, group: Any) -> Posted:
     ]
     operations = [operation for _, operation in receives] + sends
     works = list(dist.batch_isend_irecv(operations)) if operations else []
-    transfer = Transfer(works, (outgoing, incoming, exchange.result, *send.parts))
+    transfer = Transfer(group, works, (outgoing, incoming), (exchange.result, *send.parts))
     per_message = len(works) == len(operations)
     posted = Posted(exchange, group, transfer, incoming, [peer for peer, _ in receives] if per_message else None)
     exchange.copy_own()
