@@ -42,7 +42,9 @@ class Copies(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         self.copies += name in ("aten::copy_", "aten::clone", "aten::_to_copy", "aten::cat")
-        self.allocations += name.startswith(("aten::empty", "aten::clone", "aten::_to_copy", "aten::cat"))
+        self.allocations += name.startswith(
+            ("aten::empty", "aten::new_empty", "aten::clone", "aten::_to_copy", "aten::cat")
+        )
         return func(*args, **(kwargs or {}))
 
 

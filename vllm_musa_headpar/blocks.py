@@ -82,6 +82,12 @@ class Grid:
         return tuple(sum(box.num_tokens * box.num_heads for box in boxes) * self.dim for boxes in self.boxes)
 
     @cached_property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the one part of a side that has one: tokens, heads, dim."""
+        ((tokens, heads),) = self.shapes
+        return tokens, heads, self.dim
+
+    @cached_property
     def sizes(self) -> list[int]:
         """`numel` as the list that collectives take. Not to be changed."""
         return list(self.numel)
@@ -355,8 +361,11 @@ def dispatch(parts: tuple[Tensor, ...], layout: HeadParallelLayout, dtype: torch
 
     The result is allocated here, uninitialised.
     """
-    sides = plan(layout, tuple([part.shape[1] for part in parts]), parts[0].shape[2])
-    recv = _received(sides.inner, dtype, parts[0].device)
+    first = parts[0]
+    heads = (first.shape[1],) if len(parts) == 1 else tuple(part.shape[1] for part in parts)
+    sides = plan(layout, heads, first.shape[2])
+    result = first.new_empty(sides.inner.shape, dtype=dtype)
+    recv = Side(sides.inner, (result,), dtype, fresh=True)
     return Exchange("dispatch", Side(sides.outer, parts, dtype), recv, sides.numel)
 
 
@@ -366,10 +375,6 @@ def undispatch(tensor: Tensor, layout: HeadParallelLayout, heads: int) -> Exchan
     The result is allocated here, uninitialised.
     """
     sides = plan(layout, (heads,), tensor.shape[2])
-    recv = _received(sides.outer, tensor.dtype, tensor.device)
+    result = tensor.new_empty(sides.outer.shape)
+    recv = Side(sides.outer, (result,), tensor.dtype, fresh=True)
     return Exchange("return", Side(sides.inner, (tensor,), tensor.dtype), recv, sides.numel)
-
-
-def _received(grid: Grid, dtype: torch.dtype, device: torch.device) -> Side:
-    ((tokens, heads),) = grid.shapes
-    return Side(grid, (torch.empty((tokens, heads, grid.dim), dtype=dtype, device=device),), dtype, fresh=True)

@@ -40,7 +40,8 @@ def scatter_heads_gather_tokens(tensor: Tensor, group: Any, layout: Any) -> Tens
         ExchangeError: the exchange failed on its way.
     """
     try:
-        layout = as_layout(layout)
+        if not isinstance(layout, HeadParallelLayout):
+            layout = as_layout(layout)
         layout.validate_group(group)
         _require_tensor(tensor, layout.local_tokens, "local tokens")
         _require_positive(tensor)
@@ -78,7 +79,8 @@ def scatter_tokens_gather_heads(tensor: Tensor, group: Any, layout: Any) -> Tens
         ExchangeError: the exchange failed on its way.
     """
     try:
-        layout = as_layout(layout)
+        if not isinstance(layout, HeadParallelLayout):
+            layout = as_layout(layout)
         layout.validate_group(group)
         _require_tensor(tensor, layout.owned_tokens, "owned tokens")
         local_heads = tensor.shape[1]
@@ -183,8 +185,6 @@ def as_layout(layout: Any) -> HeadParallelLayout:
         TypeError: the object has no `token_counts` or `rank`.
         ValueError: they do not make a layout.
     """
-    if isinstance(layout, HeadParallelLayout):
-        return layout
     try:
         fields = (layout.token_counts, layout.rank, getattr(layout, "replica_counts", None))
     except AttributeError as error:
