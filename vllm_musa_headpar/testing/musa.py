@@ -367,7 +367,12 @@ def install() -> None:
     global _library
     if _library is not None:
         return
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    try:
+        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    except ImportError as error:
+        raise RuntimeError(
+            f"the simulated MUSA device needs a torch that takes devices in Python (2.13 does), got {torch.__version__}"
+        ) from error
 
     _setup_privateuseone_for_python_backend("musa", backend_module=_module)
     _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
