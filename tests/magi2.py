@@ -208,7 +208,22 @@ def run_model(
     with plugin(exchange) as calls, groups:
         model = transformer(config, weights)
         with prepare(model):
-            return denoise(model, topology.steps), list(calls)
+            trace = denoise(model, topology.steps)
+        if exchange not in (None, "auto"):
+            assert used_exchanges() <= {exchange}
+        return trace, list(calls)
+
+
+def used_exchanges() -> set[str]:
+    """What this process's groups that have exchanged anything settled on."""
+    from vllm_musa_headpar import agreement
+
+    return {
+        state.registration.name
+        for states in agreement._states.values()
+        for state in states.values()
+        if state.used and state.backend is not None
+    }
 
 
 @dataclass(frozen=True)

@@ -682,3 +682,28 @@ def test_an_opaque_group_cannot_be_checked(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_disagreement_is_an_exchange_error() -> None:
     assert issubclass(DisagreementError, RuntimeError)
+
+
+def gives_up_and_comes_again(rank: int, nproc: int, store: str) -> list[list[int]]:
+    """Rank 0 gives up, then meets again; rank 1 comes only then. Both must have both notes."""
+    from datetime import timedelta
+
+    from vllm_musa_headpar.board import board_of
+    from vllm_musa_headpar.errors import DisagreementError
+
+    with process_group(rank, nproc, store) as group:
+        board = board_of(group)
+        if rank == 0:
+            with pytest.raises(DisagreementError, match="rank 1"):
+                board.meet("a first exchange", {"rank": rank}, timedelta(milliseconds=300))
+        dist.barrier()
+        notes = [[note["rank"] for note in board.meet("a first exchange", {"rank": rank})]]
+        notes.append([note["rank"] for note in board.meet("another", {"rank": rank})])
+        dist.barrier()
+        return notes
+
+
+def test_a_rank_that_gave_up_can_meet_again(ranks: Any) -> None:
+    """Also where the late one comes between the two: it is told, and both meet when they come again."""
+    for notes in ranks(gives_up_and_comes_again, 2):
+        assert notes == [[0, 1], [0, 1]]

@@ -164,3 +164,32 @@ def the_stock_formula(rank: int, nproc: int, store: str) -> bool:
 def test_the_stock_formula_is_the_hosts(ranks: RankPool, nproc: int) -> None:
     pytest.importorskip("vllm_omni")
     assert all(ranks(the_stock_formula, nproc))
+
+
+def by_message_size(rank: int, nproc: int, store: str) -> list[tuple[int, int]]:
+    """Batches and collectives of one exchange on either side of p2p's smallest message on Gloo, as a user has it."""
+    from dataclasses import replace
+
+    from vllm_musa_headpar import registry
+    from vllm_musa_headpar.implementations import p2p
+
+    of_tests = registry._registrations["p2p"]
+    registry._registrations["p2p"] = replace(of_tests, min_message_bytes=p2p.MIN_MESSAGE_BYTES)
+    seen = []
+    try:
+        with process_group(rank, nproc, store) as group, environment(**{EXCHANGE: "p2p"}):
+            # 4 tokens of 2 heads: the mean of the 4 messages is 2 dim bytes, whatever this rank's own are.
+            for dim in (p2p.MIN_MESSAGE_BYTES["gloo"] // 2 - 1, p2p.MIN_MESSAGE_BYTES["gloo"] // 2):
+                layout = HeadParallelLayout((1, 3), rank)
+                tensor = torch.zeros(layout.local_tokens, 2, dim, dtype=torch.uint8)
+                scatter_heads_gather_tokens(tensor, group, layout)
+                with counting() as counts:
+                    scatter_heads_gather_tokens(tensor, group, layout)
+                seen.append((counts.batches, counts.total_collectives))
+    finally:
+        registry._registrations["p2p"] = of_tests
+    return seen
+
+
+def test_on_gloo_small_messages_go_through_the_reference_on_all_ranks_alike(ranks: RankPool) -> None:
+    assert ranks(by_message_size, 2) == [[(0, 1), (1, 0)]] * 2

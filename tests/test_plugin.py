@@ -353,6 +353,7 @@ def test_torchada_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
             if error is None:
                 plugin.register()
                 assert "initialised before torchada was imported" in told[0][1]
+                assert "torchada" not in sys.modules  # it would have patched a torch in use
             else:
                 with pytest.raises(error, match="initialised before torchada was imported"):
                     plugin.register()

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +27,9 @@ from .board import Board, NoStoreError, Note, board_of
 from .errors import DisagreementError
 from .layout import HeadParallelLayout
 from .log import logger, warn_once
+
+# The check is for finding a rank that is missing: it does not wait as long as a process group may.
+CHECK_PATIENCE = timedelta(minutes=5)
 
 
 @dataclass
@@ -85,13 +89,17 @@ def _settle(group: Any, device: torch.device) -> GroupState:
     claimed = registry.claim(backend) is not None
     if backend is None or (registration is registry.REFERENCE and not claimed):
         return GroupState(backend, registration, settings.check, proven=True)
+    unusable = _unusable(registration, group, device, backend)
     if settings.check and not claimed:  # ranks that were not asked to use another exchange do not come to settle
-        return GroupState(backend, registration, check=True, proven=False)
+        if unusable is not None:
+            warn_once(f"the stock exchange is used on backend {backend}: {unusable}")
+            registration = registry.REFERENCE
+        return GroupState(backend, registration, check=True, proven=registration is registry.REFERENCE)
     proposal = {
         "exchange": registration.name,
         "check": settings.check,
         "version": _version(),
-        "unusable": _unusable(registration, group, device, backend),
+        "unusable": unusable,
     }
     try:
         board = board_of(group)
@@ -152,8 +160,8 @@ def _version() -> str:
 def prove(state: GroupState, group: Any, device: torch.device) -> None:
     """Before the first exchange that moves anything: warm the communicator and try the implementation out.
 
-    Three collectives of the reference's kind, one of the tuned, one host sync; nothing where the reference
-    is in use. On failure on any rank all ranks go over to the reference.
+    Two small all-reduces, an exchange there and back through the reference and through the tuned implementation,
+    one host sync; nothing where the reference is in use. On failure on any rank all ranks go over to the reference.
     """
     if not state.proven:
         # A true collective first: in a communicator's first point-to-point batch every rank must take part.
@@ -221,7 +229,7 @@ def compare(group: Any, name: str, note: Note) -> None:
     board = board_of(group)
     note = {"sequence": board.sequence, "direction": name, "error": None, **note}
     topic = _topic(board)
-    notes = board.meet(topic, note)
+    notes = board.meet(topic, note, CHECK_PATIENCE)
     refused = [rank for rank, other in enumerate(notes) if other["error"] is not None]
     if refused:
         told = "; ".join(f"{board.name_ranks([rank])}: {notes[rank]['error']}" for rank in refused)

@@ -9,6 +9,7 @@ import json
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -49,35 +50,40 @@ class Board:
         self._patience = store.timeout  # the process groups' own timeout, a timedelta
         self.sequence = 0
 
-    def meet(self, topic: str, note: Note) -> list[Note]:
+    def meet(self, topic: str, note: Note, at_most: timedelta = timedelta.max) -> list[Note]:
         """Publish this rank's note, wait for everyone's and return them in rank order.
 
+        Args:
+            at_most: how long to wait; never longer than the store's timeout, which is the process groups'.
+
         Raises:
-            DisagreementError: a rank did not publish within the store's timeout; the message names it.
+            DisagreementError: a rank did not publish in time; the message names it.
             ExchangeError: the store cannot be reached.
         """
-        keys = self._keys(topic)
+        keys, patience = self._keys(topic), min(self._patience, at_most)
         try:
             self._store.set(keys[self._rank], json.dumps(note))
-            absent = self._wait(keys)
+            absent = self._wait(keys, patience)
             if absent:  # the note stays, marked, so that no other rank takes this one for absent
                 self._store.set(keys[self._rank], json.dumps({**note, _GAVE_UP: True}))
-            notes = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
-            self._read(topic, keys)
+                notes, gave_up = [], []
+            else:
+                notes = [json.loads(self._store.get(key)) for key in keys]
+                gave_up = [rank for rank, other in enumerate(notes) if other.get(_GAVE_UP)]
+                if not gave_up:
+                    self._read(topic, keys)
         except RuntimeError as error:
             raise ExchangeError(
                 f"the ranks cannot meet for {topic}: the default group's store failed: {error}"
             ) from error
-        seconds = f"{self._patience.total_seconds():g} s"
         if absent:
             raise DisagreementError(
-                f"{self.name_ranks(absent)} did not arrive at {topic} within {seconds}: dead, stuck, in another call, "
-                "or set up differently (the environment must be the same on all ranks)"
+                f"{self.name_ranks(absent)} did not arrive at {topic} within {patience.total_seconds():g} s: dead, "
+                "stuck, in another call, or set up differently (the environment must be the same on all ranks)"
             )
-        gave_up = [rank for rank, other in enumerate(notes) if other.get(_GAVE_UP)]
         if gave_up:
             raise DisagreementError(
-                f"{self.name_ranks([self._rank])} came to {topic} after {self.name_ranks(gave_up)} had waited {seconds}"
+                f"{self.name_ranks([self._rank])} came to {topic} when {self.name_ranks(gave_up)} had given up waiting"
             )
         return notes
 
@@ -95,10 +101,10 @@ class Board:
     def _keys(self, topic: str) -> list[str]:
         return [f"{self._prefix}/{topic}/{rank}" for rank in range(len(self._ranks))]
 
-    def _wait(self, keys: list[str]) -> list[int]:
+    def _wait(self, keys: list[str], patience: timedelta) -> list[int]:
         """Wait for the keys; the ranks whose key has not come in time."""
         try:
-            self._store.wait(keys, self._patience)
+            self._store.wait(keys, patience)
         except RuntimeError:
             return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         return []

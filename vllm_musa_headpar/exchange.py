@@ -139,25 +139,31 @@ def discover_counts(local_tokens: int, group: Any, device: torch.device) -> tupl
 
 
 def _run(exchange: blocks.Exchange, group: Any, layout: HeadParallelLayout) -> Tensor:
-    state = agreement.state_of(group, exchange.result.device)
+    device = exchange.result.device
+    try:
+        state = agreement.state_of(group, device)
+    except REFUSALS as error:
+        agreement.publish_refusal(group, exchange.result, exchange.name, error)
+        raise
     if state.check:
         agreement.compare(group, exchange.name, _note(exchange, layout, state.registration.name))
     if not exchange.numel:
         return exchange.result
+    used = state.registration
     try:
         if not state.used:
-            agreement.prove(state, group, exchange.result.device)
-        implementation = state.registration.implementation
+            agreement.prove(state, group, device)
+            used = state.registration
         if exchange.numel * exchange.result.element_size() < state.min_message_bytes * layout.world_size**2:
-            implementation = registry.REFERENCE.implementation
+            used = registry.REFERENCE
         if _profiling():  # without a profiler a range costs more than a small exchange's copy
             with record_function(f"headpar.{exchange.name}"):
-                return implementation(exchange, group).wait()
-        return implementation(exchange, group).wait()
-    except DisagreementError:
+                return used.implementation(exchange, group).wait()
+        return used.implementation(exchange, group).wait()
+    except (DisagreementError, torch.OutOfMemoryError):
         raise
     except RuntimeError as error:
-        raise ExchangeError(f"{exchange} through {state.registration.name} failed: {error}") from error
+        raise ExchangeError(f"{exchange} through {used.name} failed: {error}") from error
 
 
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
@@ -191,21 +197,15 @@ def as_layout(layout: Any) -> HeadParallelLayout:
         raise TypeError(
             f"layout must have token_counts and rank as a HeadParallelLayout has, got {layout!r}"
         ) from error
-    try:
-        return cached_layout(*fields)
-    except TypeError:  # not hashable, so no tuples: the constructor says it in words
-        return HeadParallelLayout(*fields)
+    return HeadParallelLayout(*fields)
 
 
-@lru_cache(maxsize=512, typed=True)
+@lru_cache(maxsize=512)
 def cached_layout(
-    token_counts: tuple[int, ...],
-    rank: int,
-    replica_counts: tuple[tuple[int, ...], ...] | None = None,
-    head_counts: tuple[int, ...] | None = None,
+    token_counts: tuple[int, ...], rank: int, head_counts: tuple[int, ...] | None = None
 ) -> HeadParallelLayout:
-    """A layout for callers who come with plain counts each time."""
-    return HeadParallelLayout(token_counts, rank, replica_counts, head_counts=head_counts)
+    """A layout for callers who come with plain counts each time. All must be ints: True would pass for 1."""
+    return HeadParallelLayout(token_counts, rank, head_counts=head_counts)
 
 
 def require_dense(tensor: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from . import config
@@ -33,7 +34,8 @@ def register() -> None:
     Raises:
         StrictModeError: in strict mode only, where anything does not fit.
     """
-    config.announce_to_vllm()
+    with suppress(Exception):  # vLLM's warning of names that it does not know is no reason to fail
+        config.announce_to_vllm()
     settings = config.read()
     problems = list(settings.problems)
     if settings.enabled:
@@ -80,16 +82,15 @@ def _switch_on(settings: config.Settings) -> list[str]:
 
 def import_torchada() -> str | None:
     """Import torchada, which must come before the MUSA device is initialised. Why that failed, or None."""
-    late = "torchada" not in sys.modules and _musa_is_initialized()
+    if "torchada" not in sys.modules and _musa_is_initialized():  # too late: it would patch a torch in use
+        return (
+            "the MUSA device was initialised before torchada was imported, so torch could not be fully patched: "
+            f"import torchada first, or set {config.FLAG}=0"
+        )
     try:
         import torchada
     except Exception as error:
         return f"torchada cannot be imported ({type(error).__name__}: {error}): install it, or set {config.FLAG}=0"
-    if late:
-        return (
-            "the MUSA device was initialised before torchada was imported, so torch is not fully patched: "
-            f"import torchada first, or set {config.FLAG}=0"
-        )
     if torchada.is_musa_platform() and not torchada.is_patched():
         return f"torchada has not patched torch on this MUSA platform: update torchada, or set {config.FLAG}=0"
     return None

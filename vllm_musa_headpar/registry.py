@@ -109,7 +109,7 @@ def backend_of(group: Any, device: torch.device) -> str | None:
     """Name of the backend that a group uses for a device; None if that cannot be found out.
 
     Raises:
-        ValueError: the group's backends are known, and none is for the device.
+        ValueError: the tensor is on the CPU, and the group has backends for other devices only.
 
     By name, not by class: `TORCH_DISTRIBUTED_DEBUG=DETAIL` wraps groups, and one group can have several
     backends, "cpu:gloo,musa:mccl" for example.
@@ -122,10 +122,10 @@ def backend_of(group: Any, device: torch.device) -> str | None:
     for entry in config.lower().split(","):
         name, _, backend = entry.strip().rpartition(":")
         names[name] = backend
-    found = names.get(device.type) or names.get("")
-    if found is None:
+    if device.type == "cpu" and not names.keys() & {"cpu", ""}:
         raise ValueError(f"expected a tensor on a device that the group has a backend for, {config}, got {device}")
-    return found
+    # Under torchada "cuda" means MUSA.
+    return names.get(device.type) or names.get("") or (names.get("cuda") if device.type == "musa" else None)
 
 
 def exchange_for(group: Any, device: torch.device, exchange: str = AUTO) -> str:

@@ -33,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ..testing.ranks import RankFailure, run_ranks
 
     backend = "mccl" if arguments.simulate_musa else _backend(arguments.backend)
-    os.environ.setdefault(config.FLAG, "1")
+    if not config.read().enabled:
+        os.environ[config.FLAG] = "1"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     started = f"{arguments.nproc} workers, backend {backend}{', simulated' if arguments.simulate_musa else ''}"
     print(f"two-worker check: {started}", flush=True)

@@ -35,7 +35,7 @@ def process_group_of(group: Any) -> Any:
 
 def _layout(counts: Iterable[Any], group: Any, head_counts: tuple[int, ...] | None = None) -> HeadParallelLayout:
     """The layout for counts as MAGI-2 has them, any integers, checked against the group."""
-    layout = exchange.cached_layout(tuple(map(operator.index, counts)), group.rank, head_counts=head_counts)
+    layout = exchange.cached_layout(tuple(int(operator.index(count)) for count in counts), group.rank, head_counts)
     layout.validate_group(process_group_of(group))
     return layout
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..blocks import Exchange, Run, Side
+from ..blocks import Exchange, Side
 
 NAME = "p2p"
 
@@ -32,14 +32,19 @@ _abandoned: weakref.WeakKeyDictionary[Any, list[Transfer]] = weakref.WeakKeyDict
 # Staging to be used again, per group. On CPU only: there a large allocation is new pages each time, which cost
 # about as much as the copy into them; a device's allocator keeps its memory, and knows about streams.
 _spare: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
-_SPARES = 2  # one exchange stages one side, and two may be in flight
+_SPARES = 2
 
 
 class Transfer:
     """The works of one batch with every tensor they touch. The first works are the receives' where the
-    backend returns one work per message; a coalesced batch has one work for all."""
+    backend returns one work per message; a coalesced batch has one work for all.
 
-    def __init__(self, group: Any, works: list[Any], staging: tuple[Tensor | None, ...], touched: tuple[Tensor, ...]):
+    Args:
+        staging: bytes `[at least the wire's]`, owned here until released.
+        touched: what else is read or written.
+    """
+
+    def __init__(self, group: Any, works: list[Any], staging: list[Tensor], touched: tuple[Tensor, ...]) -> None:
         self.works = works
         self._group = weakref.ref(group)
         self._staging = staging
@@ -52,25 +57,22 @@ class Transfer:
 
     def release(self) -> None:
         """Nothing reads or writes the staging any more."""
-        staging, self._staging = self._staging, ()
+        staging, self._staging = self._staging, []
         group = self._group()
-        for wire in staging:
-            if group is not None and wire is not None and wire.device.type == "cpu":
+        for buffer in staging:
+            if group is not None and buffer.device.type == "cpu" and buffer.numel():
                 spare = _spare.setdefault(group, [])
-                spare.append(_bytes(wire))
+                spare.append(buffer)
                 del spare[:-_SPARES]
 
 
-def _borrow(side: Side, runs: tuple[Run, ...], group: Any) -> Tensor:
-    """An uninitialised wire of these runs."""
-    spare = _spare.get(group)
-    if spare:
-        numel = sum(run.numel for run in runs)
-        size = numel * side.dtype.itemsize
-        for index, wire in enumerate(spare):
-            if size <= wire.numel() <= 2 * size:
-                return spare.pop(index)[:size].view(side.dtype)
-    return side.staging(runs)
+def _borrow(size: int, device: torch.device, group: Any) -> Tensor:
+    """Uninitialised staging of at least `size` bytes, not more than twice that."""
+    spare = _spare.get(group, [])
+    for index, buffer in enumerate(spare):
+        if size <= buffer.numel() <= 2 * size:
+            return spare.pop(index)
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 class Posted:
@@ -100,7 +102,7 @@ class Posted:
                 self._unpack(incoming)
             self._transfer.wait()
             self._transfer.release()
-        except RuntimeError:
+        except BaseException:
             self._failed = True
             raise
         return self._exchange.result
@@ -125,16 +127,22 @@ def p2p(exchange: Exchange, group: Any) -> Posted:
 
     Everything travels as bytes: MCCL refuses some element types, and none of their bits matter here.
     """
-    for transfer in _abandoned.pop(group, ()):
-        transfer.wait()
+    _end_abandoned(group)
     send, recv = exchange.send, exchange.recv
-    # Wires of the other ranks' messages, None where the side's own memory is the wire.
-    outgoing = incoming = None
-    if send.flat is None:
-        outgoing = _borrow(send, send.grid.other_runs, group)
+    staging: list[Tensor] = []
+
+    def wire_of(side: Side) -> Tensor | None:
+        """Staging for the other ranks' messages; None where the side's own memory is the wire."""
+        if side.flat is not None:
+            return None
+        size = (side.grid.total - side.grid.numel[exchange.rank]) * side.dtype.itemsize
+        staging.append(_borrow(size, exchange.result.device, group))
+        return staging[-1][:size].view(side.dtype)
+
+    outgoing = wire_of(send)
+    if outgoing is not None:
         send.pack(outgoing, send.grid.other_runs)
-    if recv.flat is None:
-        incoming = _borrow(recv, recv.grid.other_runs, group)
+    incoming = wire_of(recv)
     receives = [
         (peer, dist.P2POp(dist.irecv, _bytes(_message(recv, incoming, peer)), group=group, group_peer=peer))
         for peer in _peers(exchange, recv, step=-1)
@@ -145,11 +153,22 @@ def p2p(exchange: Exchange, group: Any) -> Posted:
     ]
     operations = [operation for _, operation in receives] + sends
     works = list(dist.batch_isend_irecv(operations)) if operations else []
-    transfer = Transfer(group, works, (outgoing, incoming), (exchange.result, *send.parts))
+    transfer = Transfer(group, works, staging, (exchange.result, *send.parts))
     per_message = len(works) == len(operations)
     posted = Posted(exchange, group, transfer, incoming, [peer for peer, _ in receives] if per_message else None)
     exchange.copy_own()
     return posted
+
+
+def _end_abandoned(group: Any) -> None:
+    abandoned = _abandoned.get(group, [])
+    while abandoned:
+        try:
+            abandoned[0].wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"an earlier exchange, whose handle was dropped, failed: {error}") from error
+        abandoned.pop(0)
+    _abandoned.pop(group, None)
 
 
 def unusable(group: Any, device: torch.device, backend: str) -> str | None:
