@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-dep
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint clean FORCE
 
 demo: $(VENV)/installed
 	$(BIN)/python entrypoints/two_worker.py
@@ -29,9 +29,11 @@ $(VENV)/host: requirements/host.txt requirements/dev.txt
 	$(PIP) -r requirements/host.txt -r requirements/dev.txt
 	@touch $@
 
-$(VENV)/installed: $(VENV)/host setup.cfg
+$(VENV)/installed: $(VENV)/host setup.cfg $(shell test -x $(BIN)/vllm-musa-headpar || echo FORCE)
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
+
+FORCE:
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -209,21 +209,18 @@ def run_model(
         model = transformer(config, weights)
         with prepare(model):
             trace = denoise(model, topology.steps)
-        if exchange not in (None, "auto"):
-            assert used_exchanges() <= {exchange}
+        if exchange not in (None, "auto") and topology.ulysses > 1:
+            from vllm_omni.diffusion.distributed.parallel_state import get_sp_group
+
+            assert used_exchanges([get_sp_group().ulysses_group]) == {exchange}
         return trace, list(calls)
 
 
-def used_exchanges() -> set[str]:
-    """What this process's groups that have exchanged anything settled on."""
+def used_exchanges(groups: Iterable[Any]) -> set[str]:
+    """What those of these groups that have exchanged anything settled on."""
     from vllm_musa_headpar import agreement
 
-    return {
-        state.registration.name
-        for states in agreement._states.values()
-        for state in states.values()
-        if state.used and state.backend is not None
-    }
+    return {state.registration.name for group in groups for state in agreement._states.get(group, {}).values()}
 
 
 @dataclass(frozen=True)

@@ -198,24 +198,26 @@ def _try_out(implementation: Callable[..., Any], group: Any, device: torch.devic
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     counts = tuple(0 if other == world_size // 2 else 3 + other % 4 for other in range(world_size))
     layout = HeadParallelLayout(counts, rank)
-    generator = torch.Generator().manual_seed(rank)  # its own: the model's random numbers stay what they were
+    generator = torch.Generator("cpu").manual_seed(rank)  # its own: the model's random numbers stay what they were
     heads = 2 * world_size
-    data = torch.randint(256, (counts[rank], heads, 5), dtype=torch.uint8, generator=generator).to(device)
+    shape = (counts[rank], heads, 5)
+    data = torch.randint(256, shape, dtype=torch.uint8, generator=generator, device="cpu").to(device)
     reference = registry.REFERENCE.implementation
 
     there = blocks.dispatch((data,), layout, data.dtype)
-    expected_there = reference(there, group).wait().clone()
-    back = blocks.undispatch(expected_there, layout, heads)
-    expected_back = reference(back, group).wait().clone()
-    passed, reason = torch.zeros(1, dtype=torch.int32, device=device), ""
-    try:
-        there = blocks.dispatch((data,), layout, data.dtype)
-        back = blocks.undispatch(expected_there, layout, heads)
-        same = (implementation(there, group).wait() == expected_there).all()
-        same &= (implementation(back, group).wait() == expected_back).all()
-        passed = same.to(torch.int32).reshape(1)
-    except Exception as error:
-        reason = f"; here it raised {type(error).__name__}: {error}"
+    reference(there, group).wait()
+    back = blocks.undispatch(there.result, layout, heads)
+    reference(back, group).wait()
+    passed, reason = torch.ones(1, dtype=torch.int32, device=device), ""
+    tried = blocks.dispatch((data,), layout, data.dtype), blocks.undispatch(there.result, layout, heads)
+    for trial, expected in zip(tried, (there, back), strict=True):
+        try:  # each by itself: a rank that fails in one still comes to the other
+            if implementation(trial, group).wait() is not trial.result:
+                raise TypeError("wait() did not return the exchange's result")
+            passed *= (trial.result == expected.result).all()
+        except Exception as error:
+            passed.zero_()
+            reason = f"; here it raised {type(error).__name__}: {error}"
     return passed, reason
 
 
@@ -261,16 +263,23 @@ def publish_refusal(group: Any, tensor: object, name: str, error: Exception) -> 
 
     Never raises: the refusal itself is what the caller must see.
     """
-    device = getattr(tensor, "device", None)
     try:
         known: Iterable[GroupState] = _states.get(group, {}).values()
         if not any(state.check for state in known) and not config.read().check:
             return
-        with suppress(ValueError):  # of a device that the group has no backend for
-            state_of(group, device if isinstance(device, torch.device) else torch.device("cpu"))
+        _settle_first(group, getattr(tensor, "device", None))
         board = board_of(group)
         sequence = board.sequence
         told = f"{type(error).__name__}: {error}"
         board.leave(_topic(board), {"sequence": sequence, "direction": name, "error": told})
     except Exception as failure:
         logger.debug("a refusal could not be published: %s", failure)
+
+
+def _settle_first(group: Any, device: object) -> None:
+    """Come to settle as the others do first, also where the refused tensor is on no device of the group."""
+    own = [device] if isinstance(device, torch.device) else []
+    for candidate in (*own, *map(torch.device, registry.device_types(group)), torch.device("cpu")):
+        with suppress(ValueError):
+            state_of(group, candidate)
+            return

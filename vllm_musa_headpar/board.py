@@ -48,6 +48,7 @@ class Board:
         used[name] += 1
         self._store = store
         self._patience = store.timeout  # the process groups' own timeout, a timedelta
+        self._given_up: Counter[str] = Counter()
         self.sequence = 0
 
     def meet(self, topic: str, note: Note, at_most: timedelta = timedelta.max) -> list[Note]:
@@ -60,7 +61,9 @@ class Board:
             DisagreementError: a rank did not publish in time; the message names it.
             ExchangeError: the store cannot be reached.
         """
-        keys, patience = self._keys(topic), min(self._patience, at_most)
+        # Who comes late to a meeting that others have given up must not be taken for one of their next.
+        attempt = self._given_up[topic]
+        keys, patience = self._keys(f"{topic}/{attempt}"), min(self._patience, at_most)
         try:
             self._store.set(keys[self._rank], json.dumps(note))
             absent = self._wait(keys, patience)
@@ -71,11 +74,13 @@ class Board:
                 notes = [json.loads(self._store.get(key)) for key in keys]
                 gave_up = [rank for rank, other in enumerate(notes) if other.get(_GAVE_UP)]
                 if not gave_up:
-                    self._read(topic, keys)
+                    self._read(f"{topic}/{attempt}", keys)
         except RuntimeError as error:
             raise ExchangeError(
                 f"the ranks cannot meet for {topic}: the default group's store failed: {error}"
             ) from error
+        if absent or gave_up:
+            self._given_up[topic] += 1
         if absent:
             raise DisagreementError(
                 f"{self.name_ranks(absent)} did not arrive at {topic} within {patience.total_seconds():g} s: dead, "
@@ -89,9 +94,9 @@ class Board:
 
     def leave(self, topic: str, note: Note) -> None:
         """Publish this rank's note without waiting for the others'."""
-        keys = self._keys(topic)
+        keys = self._keys(f"{topic}/{self._given_up[topic]}")
         self._store.set(keys[self._rank], json.dumps(note))
-        self._read(topic, keys)
+        self._read(f"{topic}/{self._given_up[topic]}", keys)
 
     def name_ranks(self, ranks: Sequence[int]) -> str:
         """The ranks in words, in the group and global."""

@@ -158,8 +158,10 @@ def _run(exchange: blocks.Exchange, group: Any, layout: HeadParallelLayout) -> T
             used = registry.REFERENCE
         if _profiling():  # without a profiler a range costs more than a small exchange's copy
             with record_function(f"headpar.{exchange.name}"):
-                return used.implementation(exchange, group).wait()
-        return used.implementation(exchange, group).wait()
+                used.implementation(exchange, group).wait()
+        else:
+            used.implementation(exchange, group).wait()
+        return exchange.result
     except (DisagreementError, torch.OutOfMemoryError):
         raise
     except RuntimeError as error:

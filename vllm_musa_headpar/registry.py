@@ -114,6 +114,22 @@ def backend_of(group: Any, device: torch.device) -> str | None:
     By name, not by class: `TORCH_DISTRIBUTED_DEBUG=DETAIL` wraps groups, and one group can have several
     backends, "cpu:gloo,musa:mccl" for example.
     """
+    names = _backends(group)
+    if names is None:
+        return None
+    if device.type == "cpu" and not names.keys() & {"cpu", ""}:
+        raise ValueError(f"expected a tensor on a device that the group has a backend for, {names}, got {device}")
+    # Under torchada "cuda" means MUSA.
+    return names.get(device.type) or names.get("") or (names.get("cuda") if device.type == "musa" else None)
+
+
+def device_types(group: Any) -> tuple[str, ...]:
+    """The device types that a group has backends for, as far as that can be found out."""
+    return tuple(filter(None, _backends(group) or {}))
+
+
+def _backends(group: Any) -> dict[str, str] | None:
+    """Device type -> backend; "" for one that is for all. None if that cannot be found out."""
     try:
         config = dist.get_backend_config(group)
     except Exception:
@@ -122,10 +138,7 @@ def backend_of(group: Any, device: torch.device) -> str | None:
     for entry in config.lower().split(","):
         name, _, backend = entry.strip().rpartition(":")
         names[name] = backend
-    if device.type == "cpu" and not names.keys() & {"cpu", ""}:
-        raise ValueError(f"expected a tensor on a device that the group has a backend for, {config}, got {device}")
-    # Under torchada "cuda" means MUSA.
-    return names.get(device.type) or names.get("") or (names.get("cuda") if device.type == "musa" else None)
+    return names
 
 
 def exchange_for(group: Any, device: torch.device, exchange: str = AUTO) -> str:

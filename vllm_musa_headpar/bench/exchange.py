@@ -21,6 +21,7 @@ from .world import BenchError, World, gather_counts, group_using, same_bytes
 STOCK, BARE = "stock", "bare collective"
 # An implementation is advised over the reference only where it is faster by more than a machine's noise.
 CLEARLY = 1.05
+FEW = 10  # rounds
 
 
 @dataclass(frozen=True)
@@ -107,11 +108,12 @@ class Report:
         if reference in times and times[reference] < CLEARLY * times[best]:
             best = reference
         (line,) = (line for line in lines if line.name == best)
+        shape = f"At {max(self.cases[-1].case.counts)} tokens per rank on {self.machine['backend']}"
+        if line.times_stock <= CLEARLY:
+            return f"{shape} nothing is clearly faster than stock: keep auto, which selects {self.automatic}."
         setting = "auto selects it" if best == self.automatic else f"VLLM_MUSA_HEADPAR_EXCHANGE={best}"
-        return (
-            f"Use {best} here ({setting}): its round trip is {line.times_stock:.2f} times as fast as stock. "
-            f"Measured on {self.machine['backend']}, and true of it alone."
-        )
+        few = "" if self.rounds >= FEW else f" {self.rounds} rounds are few: measure more to be sure."
+        return f"{shape} use {best} ({setting}): its round trip is {line.times_stock:.2f} times as fast as stock.{few}"
 
 
 @torch.inference_mode()
@@ -145,7 +147,7 @@ def _measure(world: World, case: Case, rounds: int, groups: dict[str, Any], adva
     seconds = interleave([partial(_time, world, line) for line in lines], rounds, world, advance)
     dispatch, back = seconds.amax(dim=0).unbind(-1)  # [rounds, lines], the slowest rank
     round_trip = seconds.sum(dim=-1).amax(dim=0)
-    medians = {line.name: float(round_trip[:, index].median()) for index, line in enumerate(lines)}
+    medians = {line.name: Spread.of(round_trip[:, index]).median_ms for index, line in enumerate(lines)}
     reports = [
         LineReport(
             line.name,

@@ -206,7 +206,7 @@ def _time(bench: _Bench, name: str, group: Any) -> tuple[float, ...]:
 
 
 def _row(part: str, variant: str, times: Tensor, number: int, counts: dict[str, list[int]], payload: int) -> Row:
-    medians = times.median(dim=0).values
+    medians = torch.quantile(times, 0.5, dim=0)
     return Row(
         part,
         variant,

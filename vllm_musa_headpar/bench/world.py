@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import os
 import platform
 import time
@@ -102,7 +102,7 @@ def launch(function: Callable[..., Any], nproc: int, backend: str, timeout: floa
         BenchError: mccl without a MUSA device.
         RankFailure: a rank spawned here failed, or the time is over.
     """
-    if backend == "mccl" and not _has_musa():
+    if backend == "mccl" and not has_musa():
         raise BenchError("backend mccl needs a MUSA device, and torch finds none: use --backend gloo")
     if not _under_torchrun():
         return run_ranks(_rank, nproc, function, backend, timeout, args, timeout=timeout)[0]
@@ -149,14 +149,14 @@ def run_rank(
 
 def _device(backend: str, index: int) -> tuple[str, torch.device]:
     """The backend, decided, and the device of this rank."""
-    if backend == "gloo" or not _has_musa():
+    if backend == "gloo" or not has_musa():
         torch.set_num_threads(1)  # as many threads as ranks, not more
         return "gloo", torch.device("cpu")
     torch.get_device_module("musa").set_device(index)
     return "mccl", torch.device("musa", index)
 
 
-def _has_musa() -> bool:
+def has_musa() -> bool:
     with contextlib.suppress(ImportError):  # torchada first: on a MUSA platform it patches torch
         import torchada  # noqa: F401
     musa = getattr(torch, "musa", None)
@@ -208,5 +208,10 @@ def require(module: str, extra: str) -> None:
     Raises:
         BenchError: it is.
     """
-    if importlib.util.find_spec(module) is None:
-        raise BenchError(f"this needs {module}: pip install 'vllm-musa-headpar[{extra}]', or pip install {module}")
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise BenchError(
+            f"this needs {module} ({error}): pip install --no-deps {module} with what it lacks, or the extra [{extra}] "
+            "where pip may change other packages"
+        ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 # MAGI-2: 29,616 tokens on 8 ranks, 12 MoE heads of 256.
@@ -13,21 +14,26 @@ TOKENS, HEADS, DIM = 3702, 12, 256
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     shape = parser.add_argument_group("shape (MAGI-2's by default)")
-    shape.add_argument("--nproc", type=_positive, default=2, help="ranks to spawn; under torchrun, its ranks are used")
-    shape.add_argument("--tokens", type=_natural, default=TOKENS, help="tokens per rank")
-    shape.add_argument("--counts", help="tokens of each rank instead, uneven ones too: 5,0,3")
+    shape.add_argument(
+        "--nproc",
+        type=_positive,
+        default=2,
+        help="ranks to spawn (2); under torchrun its ranks, with --counts as many as counts",
+    )
+    shape.add_argument("--tokens", type=_natural, default=TOKENS, help=f"tokens per rank ({TOKENS})")
+    shape.add_argument("--counts", type=_counts, help="tokens of each rank instead, uneven ones too: 5,0,3")
     shape.add_argument(
         "--heads", type=_positive, help="heads of all ranks together; by default 12, or the next multiple of the ranks"
     )
-    shape.add_argument("--dim", type=_positive, default=DIM, help="elements per head")
-    shape.add_argument("--dtype", default="bfloat16", help="a torch element type")
+    shape.add_argument("--dim", type=_positive, default=DIM, help=f"elements per head ({DIM})")
+    shape.add_argument("--dtype", default="bfloat16", help="a torch element type (bfloat16)")
     how = parser.add_argument_group("measuring")
     how.add_argument("--rounds", type=_positive, help="rounds that are counted (30; with --layer 10)")
     how.add_argument("--backend", choices=("auto", "gloo", "mccl"), default="auto")
     how.add_argument(
         "--exchange", action="append", default=[], metavar="NAME", help="an implementation, repeatable; all by default"
     )
-    how.add_argument("--timeout", type=float, default=600.0, help="seconds for the whole run")
+    how.add_argument("--timeout", type=float, default=600.0, help="seconds for the whole run (600)")
     how.add_argument(
         "--layer",
         action="store_true",
@@ -47,11 +53,14 @@ def run(arguments: argparse.Namespace) -> int:
         require("rich", "cli")
         if arguments.plot:
             require("matplotlib", "plot")
+        for file in filter(None, (arguments.json, arguments.plot)):
+            if not Path(file).resolve().parent.is_dir():
+                raise ValueError(f"{file} cannot be written: there is no folder {Path(file).resolve().parent}")
         if arguments.layer:
             _layer(arguments)
         else:
             _exchange(arguments)
-    except (BenchError, ValueError) as error:
+    except (BenchError, ValueError, OSError) as error:
         print(f"vllm-musa-headpar bench: {error}", file=sys.stderr)
         return 2
     except RankFailure as failure:
@@ -115,7 +124,7 @@ def _cases(arguments: argparse.Namespace) -> tuple[Any, ...]:
     if arguments.counts:
         if arguments.plot:
             raise ValueError("--plot draws times over the tokens per rank: give --tokens, not --counts")
-        counts = tuple(_natural(count) for count in arguments.counts.split(","))
+        counts = arguments.counts
         size = ranks_here(len(counts))
         if len(counts) != size:
             raise ValueError(f"--counts has {len(counts)} ranks' tokens, but there are {size} ranks")
@@ -146,7 +155,10 @@ def _positive(text: str) -> int:
 
 
 def _natural(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ValueError(f"expected a whole number of at least 0, got {text}")
-    return number
+    if not text.strip().isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text!r}")
+    return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_natural(count) for count in text.split(","))

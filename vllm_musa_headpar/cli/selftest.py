@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="communication backend; auto is mccl on MUSA, else gloo (default auto)",
     )
     parser.add_argument(
-        "--timeout", type=float, default=60.0, help="seconds after which a process group gives up (default 60)"
+        "--timeout", type=_seconds, default=60.0, help="seconds after which a process group gives up (default 60)"
     )
     parser.add_argument(
         "--simulate-musa", action="store_true", help="run on the simulated MUSA device and MCCL, over CPU memory"
@@ -29,12 +30,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Spawn the workers, print a line per case and `PASS n cases` or `FAIL ...`; returns the exit code."""
+    from ..bench.world import has_musa
     from ..testing import two_worker
     from ..testing.ranks import RankFailure, run_ranks
 
-    backend = "mccl" if arguments.simulate_musa else _backend(arguments.backend)
+    if arguments.simulate_musa and arguments.backend == "gloo":
+        print("--simulate-musa runs on the simulated MCCL: it does not go with --backend gloo", file=sys.stderr)
+        return 2
+    if arguments.backend == "mccl" and not arguments.simulate_musa and not has_musa():
+        print("--backend mccl needs a MUSA device, and torch finds none: see --simulate-musa", file=sys.stderr)
+        return 2
+    backend = "mccl" if arguments.simulate_musa else _chosen(arguments.backend, has_musa())
     if not config.read().enabled:
         os.environ[config.FLAG] = "1"
+        print(f"{config.FLAG} is switched on for this check")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     started = f"{arguments.nproc} workers, backend {backend}{', simulated' if arguments.simulate_musa else ''}"
     print(f"two-worker check: {started}", flush=True)
@@ -75,14 +84,17 @@ def _print_results(by_rank: Sequence[Sequence[object]]) -> int:
     return 0
 
 
-def _backend(wanted: str) -> str:
-    if wanted != "auto":
-        return wanted
-    try:
-        import torchada
-    except ImportError:
-        return "gloo"
-    return "mccl" if torchada.is_musa_platform() else "gloo"
+def _chosen(backend: str, has_musa: bool) -> str:
+    if backend != "auto":
+        return backend
+    return "mccl" if has_musa else "gloo"
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text}")
+    return seconds
 
 
 def _at_least_two(text: str) -> int:

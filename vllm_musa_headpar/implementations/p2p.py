@@ -8,6 +8,7 @@ received in place; strided ones are staged without it.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -174,6 +175,8 @@ def _end_abandoned(group: Any) -> None:
 def unusable(group: Any, device: torch.device, backend: str) -> str | None:
     """Why this must not be used on a group: on MCCL only a coalesced batch is one launch without deadlock."""
     if backend == "gloo":  # its sends and receives are independent of each other
+        if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":  # asked once per group
+            return "TORCH_DISTRIBUTED_DEBUG=DETAIL counts point-to-point among Gloo's collectives, and the ranks differ"
         return None
     try:
         coalesces = bool(group._get_backend(device).supports_coalescing)
