@@ -5,17 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
-from vllm_musa_headpar.testing.ranks import RankFailure
+from vllm_musa_headpar.testing.ranks import RankFailure, results_of
 
 
 @contextmanager
@@ -65,11 +64,11 @@ class RankPool:
         with tempfile.TemporaryDirectory(prefix="headpar-") as folder:
             for rank, (_, pipe) in enumerate(workers):
                 pipe.send((function, rank, nproc, os.path.join(folder, "store"), args))
-            results, failures = _collect([pipe for _, pipe in workers], timeout)
-        if failures:
-            self.close()
-            raise RankFailure("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
-        return [results[rank] for rank in range(nproc)]
+            try:
+                return results_of([pipe for _, pipe in workers], [process for process, _ in workers], timeout)
+            except RankFailure:
+                self.close()
+                raise
 
     def close(self) -> None:
         for process, _ in self._workers:
@@ -103,22 +102,3 @@ def _serve(pipe: Connection) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send(answer)
-
-
-def _collect(pipes: list[Connection], timeout: float, grace: float = 15.0) -> tuple[dict[int, Any], dict[int, str]]:
-    deadline = time.monotonic() + timeout
-    results: dict[int, Any] = {}
-    failures: dict[int, str] = {}
-    pending = {pipe: rank for rank, pipe in enumerate(pipes)}
-    while pending and (remaining := deadline - time.monotonic()) > 0:
-        for ready in wait(list(pending), remaining):
-            rank = pending.pop(ready)  # type: ignore[arg-type]
-            try:
-                succeeded, value = ready.recv()  # type: ignore[union-attr]
-            except EOFError:
-                succeeded, value = False, "the process died"
-            (results if succeeded else failures)[rank] = value
-            if failures:
-                deadline = min(deadline, time.monotonic() + grace)
-    failures.update(dict.fromkeys(pending.values(), "still running at the time limit"))
-    return results, failures

@@ -306,32 +306,50 @@ def _require_no_counts_parameter(mh_moe: ModuleType) -> None:
 
 
 _EP_SIGNATURE = "(tensor, group=None, sequence_split_sizes=None)"
+_SIGNATURES = {
+    "ep_dispatch": _EP_SIGNATURE,
+    "ep_undispatch": _EP_SIGNATURE,
+    "scatter_heads_gather_seqlen": "(tensors, split_sizes, group=None)",
+    "scatter_seqlen_gather_heads": "(tensor, split_sizes, group=None)",
+}
 _EP_FINGERPRINTS = {"ep_dispatch": "b17c2f13713e39c0", "ep_undispatch": "b3f09ecb14ac1e99"}
 _HOSTS = "vLLM-Omni 0.30.0, and versions without the exchange module whose function is still the same"
 _UNTIL = "a vLLM-Omni with vllm_omni.diffusion.distributed.head_parallel"
 
+
+def _wrapper_record(
+    name: str, function: str, user: str, fingerprint: str, make: Callable[[ModuleType], Function], why: str, how: str
+) -> Record:
+    """The record of a function of `parallel` that one of MAGI-2's modules imports by name and calls."""
+    return Record(
+        name=name,
+        replaces=f"{MAGI2}.parallel:{function}",
+        why=why,
+        how=f"same checks and messages{how}; rebound in {user}",
+        hosts=_HOSTS,
+        until=_UNTIL,
+        bindings=_replace_function(function, fingerprint, _SIGNATURES[function], user, make),
+    )
+
+
 RECORDS = (
-    Record(
-        name="magi2.ep_dispatch",
-        replaces=f"{MAGI2}.parallel:ep_dispatch",
+    _wrapper_record(
+        "magi2.ep_dispatch",
+        "ep_dispatch",
+        "mh_moe",
+        _EP_FINGERPRINTS["ep_dispatch"],
+        make_ep_dispatch,
         why="MoE dispatch uses the exchange that suits the backend, and packs with one copy",
-        how="same checks, messages and count discovery, then the exchange; rebound in mh_moe",
-        hosts=_HOSTS,
-        until=_UNTIL,
-        bindings=_replace_function(
-            "ep_dispatch", _EP_FINGERPRINTS["ep_dispatch"], _EP_SIGNATURE, "mh_moe", make_ep_dispatch
-        ),
+        how=" and count discovery, then the exchange",
     ),
-    Record(
-        name="magi2.ep_undispatch",
-        replaces=f"{MAGI2}.parallel:ep_undispatch",
+    _wrapper_record(
+        "magi2.ep_undispatch",
+        "ep_undispatch",
+        "mh_moe",
+        _EP_FINGERPRINTS["ep_undispatch"],
+        make_ep_undispatch,
         why="MoE return uses the exchange that suits the backend",
-        how="same checks, messages and equal-split default, then the exchange; rebound in mh_moe",
-        hosts=_HOSTS,
-        until=_UNTIL,
-        bindings=_replace_function(
-            "ep_undispatch", _EP_FINGERPRINTS["ep_undispatch"], _EP_SIGNATURE, "mh_moe", make_ep_undispatch
-        ),
+        how=" and equal-split default, then the exchange",
     ),
     Record(
         name="magi2.known_counts",
@@ -352,34 +370,22 @@ RECORDS = (
         until="a vLLM-Omni that passes known counts and does not pad",
         bindings=_moe_forward,
     ),
-    Record(
-        name="magi2.attention_dispatch",
-        replaces=f"{MAGI2}.parallel:scatter_heads_gather_seqlen",
+    _wrapper_record(
+        "magi2.attention_dispatch",
+        "scatter_heads_gather_seqlen",
+        "attention",
+        "4a3bc4625f8fbae3",
+        make_scatter_heads_gather_seqlen,
         why="Q, K and V are copied once, straight into place, instead of packed and then concatenated",
-        how="same checks and messages, then one exchange of three tensors; rebound in attention",
-        hosts=_HOSTS,
-        until=_UNTIL,
-        bindings=_replace_function(
-            "scatter_heads_gather_seqlen",
-            "4a3bc4625f8fbae3",
-            "(tensors, split_sizes, group=None)",
-            "attention",
-            make_scatter_heads_gather_seqlen,
-        ),
+        how=", then one exchange of three tensors",
     ),
-    Record(
-        name="magi2.attention_return",
-        replaces=f"{MAGI2}.parallel:scatter_seqlen_gather_heads",
+    _wrapper_record(
+        "magi2.attention_return",
+        "scatter_seqlen_gather_heads",
+        "attention",
+        "e20b9d68b01e929a",
+        make_scatter_seqlen_gather_heads,
         why="attention's return uses the exchange that suits the backend",
-        how="same checks and messages, then the exchange; rebound in attention",
-        hosts=_HOSTS,
-        until=_UNTIL,
-        bindings=_replace_function(
-            "scatter_seqlen_gather_heads",
-            "e20b9d68b01e929a",
-            "(tensor, split_sizes, group=None)",
-            "attention",
-            make_scatter_seqlen_gather_heads,
-        ),
+        how=", then the exchange",
     ),
 )

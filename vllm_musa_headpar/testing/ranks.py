@@ -59,7 +59,7 @@ def run_ranks(function: Callable[..., Any], nproc: int, *args: Any, timeout: flo
             receivers.append(receiver)
             processes.append(process)
         try:
-            return _collect(receivers, processes, timeout)
+            return results_of(receivers, processes, timeout)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -68,7 +68,12 @@ def run_ranks(function: Callable[..., Any], nproc: int, *args: Any, timeout: flo
                 process.join()
 
 
-def _collect(receivers: list[Connection], processes: list[Any], timeout: float, grace: float = 15.0) -> list[Any]:
+def results_of(receivers: list[Connection], processes: list[Any], timeout: float, grace: float = 15.0) -> list[Any]:
+    """What each rank sent, `(True, result)` or `(False, story)`, in rank order; the results if all succeeded.
+
+    Raises:
+        RankFailure: a rank failed, died or has sent nothing at the timeout, which a failure shortens to `grace`.
+    """
     deadline = time.monotonic() + timeout
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
