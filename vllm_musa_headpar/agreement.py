@@ -211,6 +211,7 @@ def _try_out(implementation: Callable[..., Any], group: Any, device: torch.devic
     passed, reason = torch.ones(1, dtype=torch.int32, device=device), ""
     tried = blocks.dispatch((data,), layout, data.dtype), blocks.undispatch(there.result, layout, heads)
     for trial, expected in zip(tried, (there, back), strict=True):
+        trial.result.copy_(expected.result.bitwise_not())  # fresh memory may hold right bytes: now all are wrong
         try:  # each by itself: a rank that fails in one still comes to the other
             if implementation(trial, group).wait() is not trial.result:
                 raise TypeError("wait() did not return the exchange's result")
