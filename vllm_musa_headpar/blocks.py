@@ -6,9 +6,9 @@ sides to a layout, and they are the same for both directions:
     outer   my tokens, all heads     [local_tokens, heads, dim]          send side of dispatch, receive side of return
     inner   all tokens, my heads     [owned_tokens, local_heads, dim]    receive side of dispatch, send side of return
 
-Suffixes below: T tokens, H heads, D dim, P peers. A *message* is what one peer sends to another: their boxes
-of all parts (Q, K and V, say) side by side on the head axis, `[T, sum(H), D]`, flat. A *wire* is a flat buffer
-of messages in ascending peer order.
+A batch is the same box in each of its elements. Suffixes below: B batch, T tokens, H heads, D dim, P peers. A
+*message* is what one peer sends to another: their boxes of all parts (Q, K and V, say) side by side on the head
+axis, `[B, T, sum(H), D]`, flat. A *wire* is a flat buffer of messages in ascending peer order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Run:
     """Consecutive messages that one strided copy per part moves.
 
     Either `columns` messages of the same tokens whose heads follow each other in equal steps, or (with
-    one column) messages of the same heads whose tokens follow each other.
+    one column and no batch) messages of the same heads whose tokens follow each other.
     """
 
     start: int  # elements into the wire
@@ -69,17 +69,20 @@ class Grid:
         boxes: `boxes[peer][part]`. Boxes of one peer have the same tokens in every part.
         shapes: per part `(tokens, heads)`.
         dim: elements per head.
+        batch: elements of the batch axis, 1 without one.
     """
 
     rank: int
     boxes: tuple[tuple[Box, ...], ...]
     shapes: tuple[tuple[int, int], ...]
     dim: int
+    batch: int = 1
 
     @cached_property
     def numel(self) -> tuple[int, ...]:
         """Elements of each peer's message."""
-        return tuple(sum(box.num_tokens * box.num_heads for box in boxes) * self.dim for boxes in self.boxes)
+        row = self.dim * self.batch
+        return tuple(sum(box.num_tokens * box.num_heads for box in boxes) * row for boxes in self.boxes)
 
     @cached_property
     def shape(self) -> tuple[int, int, int]:
@@ -104,13 +107,13 @@ class Grid:
 
     @cached_property
     def is_wire(self) -> bool:
-        """Whether a contiguous tensor of this side already is the wire of all peers."""
+        """Whether a contiguous batch element of this side already is the wire of all peers for that element."""
         if len(self.shapes) != 1:
             return False
         (_, heads) = self.shapes[0]
         for (box,), numel, start in zip(self.boxes, self.numel, self.starts, strict=False):
             rows = box.num_heads == heads or box.num_tokens == 1
-            if numel and not (rows and (box.tokens.start * heads + box.heads.start) * self.dim == start):
+            if numel and not (rows and (box.tokens.start * heads + box.heads.start) * self.dim * self.batch == start):
                 return False
         return True
 
@@ -136,7 +139,7 @@ class Grid:
         for peer in peers:
             if not self.numel[peer]:
                 continue
-            joined = _join(found[-1], self.boxes[peer], self.numel[peer]) if found else None
+            joined = _join(found[-1], self.boxes[peer], self.numel[peer], self.batch) if found else None
             if joined is not None:
                 found[-1] = joined
             else:
@@ -145,7 +148,7 @@ class Grid:
         return tuple(found)
 
 
-def _join(run: Run, boxes: tuple[Box, ...], numel: int) -> Run | None:
+def _join(run: Run, boxes: tuple[Box, ...], numel: int, batch: int) -> Run | None:
     """`run` with one more message, where that still is one strided copy."""
     pairs = list(zip(run.boxes, boxes, strict=True))
     if all(
@@ -156,7 +159,7 @@ def _join(run: Run, boxes: tuple[Box, ...], numel: int) -> Run | None:
     ):
         wider = tuple(Box(box.tokens, slice(last.heads.start, box.heads.stop)) for last, box in pairs)
         return Run(run.start, run.numel + numel, run.columns + 1, wider)
-    if run.columns == 1 and all(
+    if batch == run.columns == 1 and all(
         last.heads == box.heads and last.tokens.stop == box.tokens.start for last, box in pairs
     ):
         longer = tuple(Box(slice(last.tokens.start, box.tokens.stop), box.heads) for last, box in pairs)
@@ -174,13 +177,14 @@ class Plan:
 
 
 @lru_cache(maxsize=512)
-def plan(layout: HeadParallelLayout, heads: tuple[int, ...], dim: int) -> Plan:
+def plan(layout: HeadParallelLayout, heads: tuple[int, ...], dim: int, batch: int = 1) -> Plan:
     """The boxes of an exchange, cached; no tensors.
 
     Args:
         layout: whose tokens and heads.
         heads: heads of each part of the outer side, all shards together. The inner side has one part.
         dim: elements per head.
+        batch: elements of the batch axis.
     """
     shard_starts = [offsets(shard_heads(layout, part_heads)) for part_heads in heads]
     token_starts = offsets(layout.local_parts)
@@ -204,14 +208,16 @@ def plan(layout: HeadParallelLayout, heads: tuple[int, ...], dim: int) -> Plan:
             tuple(outer_boxes(peer) for peer in ranks),
             tuple((layout.local_tokens, part_heads) for part_heads in heads),
             dim,
+            batch,
         ),
         inner=Grid(
             layout.rank,
             tuple((inner_box(peer),) for peer in ranks),
             ((layout.owned_tokens, local_heads),),
             dim,
+            batch,
         ),
-        numel=layout.total_tokens * sum(heads) * dim,
+        numel=layout.total_tokens * sum(heads) * dim * batch,
     )
 
 
@@ -227,24 +233,33 @@ class Side:
 
     Args:
         grid: the boxes.
-        parts: one tensor `[tokens, heads, dim]` per part of the grid, of any strides.
+        parts: one tensor `[tokens, heads, dim]` or `[batch, tokens, heads, dim]` per part of the grid, of any strides.
         dtype: element type on the wire; parts of another type are converted by the copy.
         fresh: the one part has just been allocated, contiguous.
 
     Attributes:
         flat: 1-D alias of the wire of all peers, where the parts already are that: nothing to copy.
+        rows: per batch element, 1-D alias of the wire of all peers for that element, where the part's memory is
+            that: nothing to copy either for who sends a message per batch element. Without a batch, `(flat,)`.
     """
 
-    __slots__ = ("dtype", "flat", "grid", "parts")
+    __slots__ = ("dtype", "flat", "grid", "parts", "rows")
 
     def __init__(self, grid: Grid, parts: tuple[Tensor, ...], dtype: torch.dtype, *, fresh: bool = False) -> None:
         self.grid = grid
         self.parts = parts
         self.dtype = dtype
-        self.flat = None
+        self.flat: Tensor | None = None
+        self.rows: tuple[Tensor, ...] | None = None
         if grid.is_wire and (fresh or _has_wire_bytes(parts[0], dtype)):
             # Not view(-1): of a single element it may keep a stride other than 1.
-            self.flat = parts[0].as_strided((grid.total,), (1,))
+            if grid.batch == 1:
+                self.flat = parts[0].as_strided((grid.total,), (1,))
+                self.rows = (self.flat,)
+            else:
+                (part,), shape = parts, (grid.total // grid.batch,)
+                start, step = part.storage_offset(), part.stride(0)
+                self.rows = tuple(part.as_strided(shape, (1,), start + step * b) for b in range(grid.batch))
 
     def staging(self, runs: tuple[Run, ...]) -> Tensor:
         """An uninitialised wire of these runs, on the parts' device."""
@@ -272,30 +287,35 @@ class Side:
                 box.copy_(message)
 
     def box(self, part: int, box: Box) -> Tensor:
-        """The view `[tokens, heads, dim]` of one box."""
-        return self.parts[part][box.tokens, box.heads]
+        """The view `[tokens, heads, dim]`, or with the batch in front, of one box."""
+        tokens = self.parts[part].narrow(-3, box.tokens.start, box.num_tokens)
+        return tokens.narrow(-2, box.heads.start, box.num_heads)
 
     def _views(self, wire: Tensor, run: Run) -> Iterator[tuple[Tensor, Tensor]]:
-        """Per part the same elements `[P, T, H, D]`, once in the wire and once in the part.
+        """Per part the same elements `[P, B, T, H, D]`, once in the wire and once in the part.
 
         `as_strided`, since each view on the way costs a small exchange about as much as the copy itself.
         """
-        tokens, dim = run.pieces[0][0], self.grid.dim
-        row = run.numel // (run.columns * tokens)  # elements of one token in a message
+        tokens, batch, dim = run.pieces[0][0], self.grid.batch, self.grid.dim
+        element = run.numel // (run.columns * batch)  # elements of one batch element in a message
+        row = element // tokens  # and of one token in it
         start = wire.storage_offset() + run.start
+        strides = (batch * element, element, row, dim, 1)
         for part, tensor in enumerate(self.parts):
             heads = run.pieces[part][1]
-            shape_PTHD = (run.columns, tokens, heads, dim)
-            yield wire.as_strided(shape_PTHD, (tokens * row, row, dim, 1), start), self._box(tensor, run, part)
+            yield (
+                wire.as_strided((run.columns, batch, tokens, heads, dim), strides, start),
+                self._box(tensor, run, part),
+            )
             start += heads * dim
 
     def _box(self, tensor: Tensor, run: Run, part: int) -> Tensor:
-        """A run's elements in one part, `[P, T, H, D]`."""
+        """A run's elements in one part, `[P, B, T, H, D]`."""
         tokens, heads, first_token, first_head = run.pieces[part]
-        stride_T, stride_H, stride_D = tensor.stride()
+        *stride_B, stride_T, stride_H, stride_D = tensor.stride()
         return tensor.as_strided(
-            (run.columns, tokens, heads, self.grid.dim),
-            (heads * stride_H, stride_T, stride_H, stride_D),
+            (run.columns, self.grid.batch, tokens, heads, self.grid.dim),
+            (heads * stride_H, stride_B[0] if stride_B else 0, stride_T, stride_H, stride_D),
             tensor.storage_offset() + first_token * stride_T + first_head * stride_H,
         )
 
@@ -306,34 +326,35 @@ def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _has_wire_bytes(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the tensor's memory, read in order, is its elements in `dtype`."""
-    return tensor.is_contiguous() and _is_plain(tensor, dtype)
+    """Whether the memory of each batch element, read in order, is its elements in `dtype`."""
+    if not _is_plain(tensor, dtype):
+        return False
+    return tensor.is_contiguous() or (tensor.ndim == 4 and tensor.shape[0] > 0 and tensor[0].is_contiguous())
 
 
 class Exchange:
-    """What an implementation gets: two sides, and the receive side's tensor as the result.
+    """What an implementation gets: two sides, and the tensor that the receive side makes.
 
     Args:
         name: "dispatch" or "return".
         send: what goes out. Owned by the caller, not to be written.
-        recv: where it arrives. One part, `result`, freshly allocated and contiguous.
-
+        recv: where it arrives, freshly allocated memory.
         numel: elements that the tensors of all ranks have together, the same number on every rank.
+        result: what the caller gets; the receive side's parts are this tensor or views of it.
 
     Attributes:
         rank: this rank in the group.
-        result: `[tokens, heads, dim]`.
     """
 
     __slots__ = ("name", "numel", "rank", "recv", "result", "send")
 
-    def __init__(self, name: str, send: Side, recv: Side, numel: int) -> None:
+    def __init__(self, name: str, send: Side, recv: Side, numel: int, result: Tensor) -> None:
         self.name = name
         self.send = send
         self.recv = recv
         self.numel = numel
         self.rank = recv.grid.rank
-        self.result = recv.parts[0]
+        self.result = result
 
     @property
     def world_size(self) -> int:
@@ -344,37 +365,63 @@ class Exchange:
         """Move the rank's own block from the input to the result, box to box."""
         if not self.recv.grid.numel[self.rank]:
             return
-        (target,) = self.recv.grid.boxes[self.rank]
-        target_THD = self.recv.box(0, target)
-        head = 0
-        for part, box in enumerate(self.send.grid.boxes[self.rank]):
-            target_THD.narrow(1, head, box.num_heads).copy_(self.send.box(part, box))
-            head += box.num_heads
+        sources = [self.send.box(part, box) for part, box in enumerate(self.send.grid.boxes[self.rank])]
+        targets = [self.recv.box(part, box) for part, box in enumerate(self.recv.grid.boxes[self.rank])]
+        # Where one side has several parts, the other has one, with theirs side by side.
+        if len(sources) > len(targets):
+            targets = list(torch.split(targets[0], [source.shape[-2] for source in sources], dim=-2))
+        elif len(targets) > len(sources):
+            sources = list(torch.split(sources[0], [target.shape[-2] for target in targets], dim=-2))
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
     def __str__(self) -> str:
         shapes = ", ".join(str(list(part.shape)) for part in self.send.parts)
         return f"head-parallel {self.name} of {shapes} {self.result.dtype} on rank {self.rank} of {self.world_size}"
 
 
-def dispatch(parts: tuple[Tensor, ...], layout: HeadParallelLayout, dtype: torch.dtype) -> Exchange:
+def dispatch(
+    parts: tuple[Tensor, ...], layout: HeadParallelLayout, dtype: torch.dtype, room: int | None = None
+) -> Exchange:
     """The exchange `[local_tokens, heads_i, dim]` each -> `[owned_tokens, sum of local heads_i, dim]`.
 
-    The result is allocated here, uninitialised.
+    With a batch, both have it in front. The result is allocated here, uninitialised.
+
+    Args:
+        room: heads of the result where they are to be more than those that arrive: zero heads behind them.
     """
     first = parts[0]
-    heads = (first.shape[1],) if len(parts) == 1 else tuple(part.shape[1] for part in parts)
-    sides = plan(layout, heads, first.shape[2])
-    result = first.new_empty(sides.inner.shape, dtype=dtype)
-    recv = Side(sides.inner, (result,), dtype, fresh=True)
-    return Exchange("dispatch", Side(sides.outer, parts, dtype), recv, sides.numel)
+    heads = (first.shape[-2],) if len(parts) == 1 else tuple(part.shape[-2] for part in parts)
+    leading = first.shape[:-3]
+    sides = plan(layout, heads, first.shape[-1], leading[0] if leading else 1)
+    tokens, local_heads, dim = sides.inner.shape
+    if room is None or room == local_heads:
+        result = arriving = first.new_empty((*leading, tokens, local_heads, dim), dtype=dtype)
+    else:
+        result = first.new_empty((*leading, tokens, room, dim), dtype=dtype)
+        arriving = result.narrow(-2, 0, local_heads)
+        result.narrow(-2, local_heads, room - local_heads).zero_()
+    recv = Side(sides.inner, (arriving,), dtype, fresh=arriving is result)
+    return Exchange("dispatch", Side(sides.outer, parts, dtype), recv, sides.numel, result)
 
 
-def undispatch(tensor: Tensor, layout: HeadParallelLayout, heads: int) -> Exchange:
+def undispatch(tensor: Tensor, layout: HeadParallelLayout, heads: int, parts: int = 1) -> Exchange:
     """The exchange `[owned_tokens, local_heads, dim] -> [local_tokens, heads, dim]`, dispatch reversed.
 
-    The result is allocated here, uninitialised.
+    With a batch, both have it in front. The result is allocated here, uninitialised.
+
+    Args:
+        heads: heads of each part, all shards together.
+        parts: parts that lie side by side in the tensor; more than one make a result
+            `[local_tokens, parts, heads, dim]`.
     """
-    sides = plan(layout, (heads,), tensor.shape[2])
-    result = tensor.new_empty(sides.outer.shape)
-    recv = Side(sides.outer, (result,), tensor.dtype, fresh=True)
-    return Exchange("return", Side(sides.inner, (tensor,), tensor.dtype), recv, sides.numel)
+    leading, dim = tensor.shape[:-3], tensor.shape[-1]
+    sides = plan(layout, (heads,) * parts, dim, leading[0] if leading else 1)
+    send = Side(sides.inner, (tensor,), tensor.dtype)
+    if parts == 1:
+        result = tensor.new_empty((*leading, layout.local_tokens, heads, dim))
+        recv = Side(sides.outer, (result,), tensor.dtype, fresh=True)
+    else:
+        result = tensor.new_empty((*leading, layout.local_tokens, parts, heads, dim))
+        recv = Side(sides.outer, result.unbind(-3), tensor.dtype)
+    return Exchange("return", send, recv, sides.numel, result)

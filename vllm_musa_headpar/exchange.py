@@ -6,7 +6,9 @@ checked here is local, before any collective, and no agreement between ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -40,7 +42,7 @@ def scatter_heads_gather_tokens(tensor: Tensor, group: Any, layout: Any) -> Tens
         ExchangeError: the exchange failed on its way.
     """
     try:
-        if not isinstance(layout, HeadParallelLayout):
+        if type(layout) is not HeadParallelLayout:
             layout = as_layout(layout)
         layout.validate_group(group)
         _require_tensor(tensor, layout.local_tokens, "local tokens")
@@ -79,7 +81,7 @@ def scatter_tokens_gather_heads(tensor: Tensor, group: Any, layout: Any) -> Tens
         ExchangeError: the exchange failed on its way.
     """
     try:
-        if not isinstance(layout, HeadParallelLayout):
+        if type(layout) is not HeadParallelLayout:
             layout = as_layout(layout)
         layout.validate_group(group)
         _require_tensor(tensor, layout.owned_tokens, "owned tokens")
@@ -98,27 +100,64 @@ def scatter_tokens_gather_heads(tensor: Tensor, group: Any, layout: Any) -> Tens
     return undispatch(tensor, group, layout, heads)
 
 
-def dispatch(parts: tuple[Tensor, ...], group: Any, layout: HeadParallelLayout, dtype: torch.dtype) -> Tensor:
+def dispatch(
+    parts: tuple[Tensor, ...], group: Any, layout: HeadParallelLayout, dtype: torch.dtype, room: int | None = None
+) -> Tensor:
     """Dispatch several validated tensors as one exchange.
 
     Args:
-        parts: each `[local_tokens, heads_i, dim]`; converted to `dtype` on the way.
+        parts: each `[local_tokens, heads_i, dim]` or `[batch, local_tokens, heads_i, dim]`; converted to `dtype`
+            on the way.
+        room: heads of the result where they are to be more than those that arrive: zero heads behind them.
 
     Returns:
-        `[owned_tokens, sum of local heads_i, dim]`: the parts side by side on the head axis.
+        `[owned_tokens, sum of local heads_i, dim]`, the batch in front: the parts side by side on the head axis.
     """
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return _run(blocks.dispatch(parts, layout, dtype), group, layout)
-    return _run(blocks.dispatch(parts, layout, dtype), group, layout)
+    with _no_grad():
+        return _run((blocks.dispatch(parts, layout, dtype, room),), group, layout)[0]
 
 
-def undispatch(tensor: Tensor, group: Any, layout: HeadParallelLayout, heads: int) -> Tensor:
-    """Return one validated tensor, `[owned_tokens, local_heads, dim] -> [local_tokens, heads, dim]`."""
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return _run(blocks.undispatch(tensor, layout, heads), group, layout)
-    return _run(blocks.undispatch(tensor, layout, heads), group, layout)
+def dispatch_each(
+    tensors: Sequence[Tensor], group: Any, layouts: Sequence[HeadParallelLayout], rooms: Sequence[int | None]
+) -> list[Tensor]:
+    """Dispatch several validated tensors, each with a result of its own, in one launch where the group's
+    implementation can: `launches_together` tells.
+
+    Args:
+        tensors: as for `dispatch`, each of any shape and element type of its own.
+        layouts: one per tensor, differing in their heads only.
+        rooms: one per tensor.
+    """
+    with _no_grad():
+        exchanges = [
+            blocks.dispatch((tensor,), layout, tensor.dtype, room)
+            for tensor, layout, room in zip(tensors, layouts, rooms, strict=True)
+        ]
+        return _run(exchanges, group, layouts[0])
+
+
+def launches_together(group: Any, device: torch.device) -> bool:
+    """Whether several exchanges of a group are one launch. Its ranks settle that at first use."""
+    return agreement.state_of(group, device).registration.together is not None
+
+
+def undispatch(tensor: Tensor, group: Any, layout: HeadParallelLayout, heads: int, parts: int = 1) -> Tensor:
+    """Return one validated tensor, `[owned_tokens, local_heads, dim] -> [local_tokens, heads, dim]`.
+
+    Args:
+        tensor: a batch may be in front, and is in front of the result then.
+        parts: parts of `heads` heads that lie side by side in the tensor; with more than one the result is
+            `[local_tokens, parts, heads, dim]`.
+    """
+    with _no_grad():
+        return _run((blocks.undispatch(tensor, layout, heads, parts),), group, layout)[0]
+
+
+def _no_grad() -> AbstractContextManager[Any]:
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def discover_counts(local_tokens: int, group: Any, device: torch.device) -> tuple[int, ...]:
@@ -138,50 +177,64 @@ def discover_counts(local_tokens: int, group: Any, device: torch.device) -> tupl
         raise ExchangeError(f"head-parallel count discovery with {local_tokens} own tokens failed: {error}") from error
 
 
-def _run(exchange: blocks.Exchange, group: Any, layout: HeadParallelLayout) -> Tensor:
-    device = exchange.result.device
+def _run(exchanges: Sequence[blocks.Exchange], group: Any, layout: HeadParallelLayout) -> list[Tensor]:
+    """Carry out exchanges of one direction; in one launch where there are several and the implementation can."""
+    first = exchanges[0]
+    device = first.result.device
     try:
         state = agreement.state_of(group, device)
     except REFUSALS as error:
-        agreement.publish_refusal(group, exchange.result, exchange.name, error)
+        agreement.publish_refusal(group, first.result, first.name, error)
         raise
     if state.check:
-        agreement.compare(group, exchange.name, _note(exchange, layout, state.registration.name))
-    if not exchange.numel:
-        return exchange.result
+        agreement.compare(group, first.name, _note(exchanges, layout, state.registration.name))
+    results = [exchange.result for exchange in exchanges]
+    moving = [exchange for exchange in exchanges if exchange.numel]
+    if not moving:
+        return results
     used = state.registration
     try:
         if not state.used:
             agreement.prove(state, group, device)
             used = state.registration
-        if exchange.numel * exchange.result.element_size() < state.min_message_bytes * layout.world_size**2:
+        moved = sum(exchange.numel * exchange.result.element_size() for exchange in moving)
+        if moved < state.min_message_bytes * layout.world_size**2 * len(moving):
             used = registry.REFERENCE
         if _profiling():  # without a profiler a range costs more than a small exchange's copy
-            with record_function(f"headpar.{exchange.name}"):
-                used.implementation(exchange, group).wait()
+            with record_function(f"headpar.{first.name}"):
+                _carry_out(used, moving, group)
         else:
-            used.implementation(exchange, group).wait()
-        return exchange.result
+            _carry_out(used, moving, group)
+        return results
     except (DisagreementError, torch.OutOfMemoryError):
         raise
     except RuntimeError as error:
-        raise ExchangeError(f"{exchange} through {used.name} failed: {error}") from error
+        raise ExchangeError(f"{'; '.join(map(str, moving))} through {used.name} failed: {error}") from error
+
+
+def _carry_out(used: registry.Registration, exchanges: Sequence[blocks.Exchange], group: Any) -> None:
+    if len(exchanges) > 1 and used.together is not None:
+        used.together(exchanges, group).wait()
+        return
+    for exchange in exchanges:
+        used.implementation(exchange, group).wait()
 
 
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-def _note(exchange: blocks.Exchange, layout: HeadParallelLayout, implementation: str) -> dict[str, Any]:
+def _note(exchanges: Sequence[blocks.Exchange], layout: HeadParallelLayout, implementation: str) -> dict[str, Any]:
     """What all ranks must bring alike. Heads are those of the outer side, which every rank can tell."""
-    outer = exchange.send if exchange.name == "dispatch" else exchange.recv
+    outers = [exchange.send if exchange.name == "dispatch" else exchange.recv for exchange in exchanges]
     return {
         "tokens": layout.token_counts,
         "replicas": layout.replica_counts,
         "head_counts": layout.head_counts,
-        "heads": [heads for _, heads in outer.grid.shapes],
-        "dim": outer.grid.dim,
-        "dtype": str(exchange.result.dtype),
-        "device": exchange.result.device.type,
+        "batch": [outer.grid.batch for outer in outers],
+        "heads": [heads for outer in outers for _, heads in outer.grid.shapes],
+        "dim": [outer.grid.dim for outer in outers],
+        "dtype": [str(exchange.result.dtype) for exchange in exchanges],
+        "device": exchanges[0].result.device.type,
         "implementation": implementation,
     }
 
@@ -191,8 +244,16 @@ def as_layout(layout: Any) -> HeadParallelLayout:
 
     Raises:
         TypeError: the object has no `token_counts` or `rank`.
-        ValueError: they do not make a layout.
+        ValueError: they do not make a layout, or it has a field that this contract does not know.
     """
+    extended = extension_of(layout)
+    if extended is not None:
+        raise ValueError(
+            f"the layout's field {extended} is not known here, and only its default can be left out: expected "
+            f"token_counts, rank and replica_counts, got {layout!r}"
+        )
+    if isinstance(layout, HeadParallelLayout):
+        return layout
     try:
         fields = (layout.token_counts, layout.rank, getattr(layout, "replica_counts", None))
     except AttributeError as error:
@@ -200,6 +261,34 @@ def as_layout(layout: Any) -> HeadParallelLayout:
             f"layout must have token_counts and rank as a HeadParallelLayout has, got {layout!r}"
         ) from error
     return HeadParallelLayout(*fields)
+
+
+def extension_of(layout: Any) -> str | None:
+    """A field of a newer contract that the layout makes use of, as `name=value`; None if there is none."""
+    kind: Any = type(layout)
+    for name, default in _further_fields(kind):
+        value = getattr(layout, name, default)
+        if value is not default and value != default:
+            return f"{name}={value!r}"
+    return None
+
+
+@lru_cache(maxsize=32)
+def _further_fields(kind: Any) -> tuple[tuple[str, Any], ...]:
+    """The fields of a layout's class that the contract does not have, with their defaults."""
+    if not dataclasses.is_dataclass(kind):
+        return ()
+    own = {field.name for field in dataclasses.fields(HeadParallelLayout)}
+    if HeadParallelLayout not in kind.__mro__:
+        own.remove("head_counts")  # this package's own; what another contract means by it is not known
+    return tuple(
+        (field.name, _REQUIRED if field.default is dataclasses.MISSING else field.default)
+        for field in dataclasses.fields(kind)
+        if field.name not in own
+    )
+
+
+_REQUIRED = object()  # no value equals it: a field that must be given is always made use of
 
 
 @lru_cache(maxsize=512)
@@ -225,6 +314,29 @@ def require_dense(tensor: Any) -> None:
         raise ValueError("expected a tensor with data, got one on device meta")
     if tensor.is_quantized:
         raise ValueError(f"expected a tensor of plain elements, got a quantized one, {tensor.dtype}")
+    if not _has_memory(tensor):
+        raise ValueError(
+            f"expected a tensor whose elements are in memory of its own, got a {_kind_of(tensor)}: "
+            "exchange the tensor that it wraps"
+        )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether the elements are where the tensor says: not so for wrappers (DTensor, functional, masked, fake, vmap)."""
+    if not tensor.numel():
+        return True
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
+def _kind_of(tensor: Tensor) -> str:
+    if type(tensor) is not Tensor:
+        return type(tensor).__name__
+    return (
+        "functional tensor" if torch._is_functional_tensor(tensor) else "tensor of a torch transform (vmap, grad, zero)"
+    )
 
 
 def _require_tensor(tensor: Any, tokens: int, what: str) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .config import AUTO
-from .implementations import Implementation, p2p, reference
+from .implementations import Implementation, Together, p2p, reference
 
 # Why an implementation must not be used on a group, or None: (group, device, backend) -> reason
 Unusable = Callable[[Any, torch.device, str], "str | None"]
@@ -26,6 +26,7 @@ class Registration:
     priority: int = 0
     unusable: Unusable | None = None
     min_message_bytes: Mapping[str, int] = field(default_factory=dict)
+    together: Together | None = None
 
 
 _registrations: dict[str, Registration] = {}
@@ -39,6 +40,7 @@ def register_head_parallel_exchange(
     priority: int = 0,
     unusable: Unusable | None = None,
     min_message_bytes: Mapping[str, int] | None = None,
+    together: Together | None = None,
 ) -> None:
     """Make an exchange implementation known.
 
@@ -51,6 +53,7 @@ def register_head_parallel_exchange(
             a sentence why the implementation must not be used there, or None.
         min_message_bytes: by backend; exchanges whose messages are smaller, in the mean over all pairs of ranks,
             go through the reference there.
+        together: `(Exchanges, ProcessGroup) -> Pending`, several exchanges in one launch, if it can.
 
     Raises:
         TypeError, ValueError: an argument is not of these kinds, or the name is taken by another object.
@@ -62,6 +65,8 @@ def register_head_parallel_exchange(
         raise TypeError(f"the exchange {name!r} must be callable as (Exchange, group), got {implementation!r}")
     if unusable is not None and not callable(unusable):
         raise TypeError(f"unusable must be callable as (group, device, backend) or None, got {unusable!r}")
+    if together is not None and not callable(together):
+        raise TypeError(f"together must be callable as (Exchanges, group) or None, got {together!r}")
     if isinstance(backends, str):
         raise TypeError(f"backends must be an iterable of names, got the string {backends!r}")
     claimed = frozenset(backends)
@@ -75,7 +80,13 @@ def register_head_parallel_exchange(
             raise ValueError(f"the exchange {name!r} is already registered as {taken.implementation!r}")
         return
     _registrations[name] = Registration(
-        name, implementation, frozenset(map(str.lower, claimed)), priority, unusable, dict(min_message_bytes or {})
+        name,
+        implementation,
+        frozenset(map(str.lower, claimed)),
+        priority,
+        unusable,
+        dict(min_message_bytes or {}),
+        together,
     )
 
 
@@ -154,5 +165,6 @@ register_head_parallel_exchange(
     priority=10,
     unusable=p2p.unusable,
     min_message_bytes=p2p.MIN_MESSAGE_BYTES,
+    together=p2p.together,
 )
 REFERENCE = _registrations[reference.NAME]

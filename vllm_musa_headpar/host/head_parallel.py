@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 from .. import exchange, layout, registry
 from .ledger import MISSING, Binding, NotNeeded, Record, Refused, imports_of, load, stock_function
@@ -74,8 +76,9 @@ def _bridge() -> list[Binding]:
         raise NotNeeded(f"this host has no {MODULE}")
     module = load(MODULE)
     bindings = []
-    for name, replacement in FUNCTIONS.items():
+    for name, ours in FUNCTIONS.items():
         owner, _, original = stock_function(module, name, SIGNATURE, None)
+        replacement = _bridged(ours, original)
         bindings.append(Binding(owner, name, original, replacement))
         load_users()
         bindings += [Binding(user, alias, original, replacement) for user, alias in imports_of(original, MAGI2)]
@@ -83,6 +86,17 @@ def _bridge() -> list[Binding]:
     if not hasattr(module, register):
         bindings.append(Binding(module, register, MISSING, registry.register_head_parallel_exchange))
     return bindings
+
+
+def _bridged(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours`, but the host's own for a layout that makes use of a field of a newer contract."""
+
+    def bridged(tensor: Any, group: Any, layout: Any) -> Any:
+        function = ours if exchange.extension_of(layout) is None else stock
+        return function(tensor, group, layout)
+
+    bridged.__doc__ = ours.__doc__
+    return bridged
 
 
 def load_users() -> None:

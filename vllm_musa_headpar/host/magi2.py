@@ -235,23 +235,16 @@ def make_moe_forward(stock: Function, parallel: ModuleType, mh_moe: ModuleType) 
         except exchange.REFUSALS as error:
             publish_refusal(torch_group, x, "dispatch", error)
             raise
-        routed = exchange.dispatch((x_heads,), torch_group, layout, x.dtype)
+        # With zero heads behind the real ones, as the host pads before the exchange.
+        routed = exchange.dispatch((x_heads,), torch_group, layout, x.dtype, room=self.local_num_heads)
         if self.has_real_moe_heads:
-            real = routed.shape[1]
-            routed = self._local_forward(_padded(routed, self.local_num_heads))[:, :real]
+            routed = self._local_forward(routed)
+        if layout.head_counts is not None:
+            routed = routed[:, : layout.head_counts[group.rank]]
         combined = exchange.undispatch(routed, torch_group, layout, self.num_heads)
         return combined.view(-1, self.num_heads * self.d_head)
 
     return forward
-
-
-def _padded(tensor: Tensor, heads: int) -> Tensor:
-    """`[T, fewer heads, D] -> [T, heads, D]` with zero heads behind, as the host pads before the exchange."""
-    if tensor.shape[1] == heads:
-        return tensor
-    padded = tensor.new_zeros((tensor.shape[0], heads, tensor.shape[2]))
-    padded[:, : tensor.shape[1]] = tensor
-    return padded
 
 
 def _replace_function(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -23,3 +23,5 @@ class Pending(Protocol):
 
 
 Implementation = Callable[[Exchange, Any], Pending]
+# Several exchanges in one launch; waiting completes all of them, and returns the first one's result.
+Together = Callable[[Sequence[Exchange], Any], Pending]

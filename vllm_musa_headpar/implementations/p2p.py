@@ -3,14 +3,16 @@
 MCCL has no native all-to-all: `all_to_all_single` becomes one group of sends and receives with every rank,
 including the rank itself. Posting that group ourselves saves what the collective cannot: the own block is one
 copy from box to box, made while the transfer is under way, and is never staged; contiguous sides are sent and
-received in place; strided ones are staged without it.
+received in place, one message per batch element; strided ones are staged without it. Several exchanges (the
+queries, keys and values of one attention) are one group.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +27,10 @@ NAME = "p2p"
 # the saved copies (measured, docs/performance.md). On MCCL a batch is one launch of any size.
 MIN_MESSAGE_BYTES = {"gloo": 256 * 1024}
 
+# The classes of group whose batches `batch_isend_irecv` makes one launch: exactly this one in torch, which asks for the
+# type itself and not for a class derived from it. Who replaces that function for a class of their own adds it.
+GROUPED: set[type] = {dist.ProcessGroup}
+
 # Transfers whose handle was dropped before `wait()`, per group: an abandoned receive would swallow the
 # next message of its peer, so its buffers live on and the next exchange of the group ends it first.
 _abandoned: weakref.WeakKeyDictionary[Any, list[Transfer]] = weakref.WeakKeyDictionary()
@@ -33,7 +39,7 @@ _abandoned: weakref.WeakKeyDictionary[Any, list[Transfer]] = weakref.WeakKeyDict
 # Staging to be used again, per group. On CPU only: there a large allocation is new pages each time, which cost
 # about as much as the copy into them; a device's allocator keeps its memory, and knows about streams.
 _spare: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
-_SPARES = 2
+_SPARES = 4  # what an attention stages at a time: queries, keys, values and a gate
 
 
 class Transfer:
@@ -73,7 +79,55 @@ def _borrow(size: int, device: torch.device, group: Any) -> Tensor:
     for index, buffer in enumerate(spare):
         if size <= buffer.numel() <= 2 * size:
             return spare.pop(index)
-    return torch.empty(size, dtype=torch.uint8, device=device)
+    with torch.inference_mode(False):  # memory made in inference mode may not be written outside of it later
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+class Messages:
+    """The other ranks' messages of one side, where they lie: in the side's own memory or in staging.
+
+    A message per batch element, so that both ends have as many of them whichever of them stages.
+    """
+
+    def __init__(self, exchange: Exchange, side: Side, staging: list[Tensor], group: Any) -> None:
+        self.side = side
+        self.wire: Tensor | None = None  # [elements of the other ranks' messages], None where nothing is staged
+        if side.rows is None:
+            grid = side.grid
+            size = (grid.total - grid.numel[grid.rank]) * side.dtype.itemsize
+            staging.append(_borrow(size, exchange.result.device, group))
+            self.wire = staging[-1][:size].view(side.dtype)
+
+    def of(self, peer: int) -> Iterator[Tensor]:
+        """One peer's messages as bytes: MCCL refuses some element types, and none of their bits matter here."""
+        grid, batch = self.side.grid, self.side.grid.batch
+        start, numel = grid.starts[peer], grid.numel[peer] // batch
+        if self.wire is None:
+            assert self.side.rows is not None
+            for row in self.side.rows:
+                yield row[start // batch : start // batch + numel].view(torch.uint8)
+            return
+        if peer > grid.rank:
+            start -= grid.numel[grid.rank]
+        for element in range(batch):
+            yield self.wire[start + element * numel : start + (element + 1) * numel].view(torch.uint8)
+
+    def unpack(self, peer: int) -> None:
+        """Copy one peer's messages from the staging into their boxes."""
+        if self.wire is None:
+            return
+        start = self.side.grid.starts[peer]
+        if peer > self.side.grid.rank:
+            start -= self.side.grid.numel[self.side.grid.rank]
+        self.side.unpack(self.wire[start : start + self.side.grid.numel[peer]], self.side.grid.peer_runs[peer])
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What the first works of a batch bring: the messages of one peer for one exchange."""
+
+    messages: Messages
+    peer: int
 
 
 class Posted:
@@ -81,83 +135,86 @@ class Posted:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchanges: Sequence[Exchange],
         group: Any,
         transfer: Transfer,
-        incoming: Tensor | None,
-        sources: list[int] | None,
+        incoming: Sequence[Messages],
+        arrivals: Sequence[Arrival] | None,
     ) -> None:
-        self._exchange = exchange
+        self._exchanges = exchanges
         self._group = group
         self._transfer = transfer
-        self._incoming = incoming  # [elements of the other ranks' messages] staging, None where received in place
+        self._incoming = incoming
         self._failed = False
-        self._sources = sources  # the peers whose messages the first works are, None where one work is all
+        self._arrivals = arrivals  # in the order of the first works, None where one work is all
 
     def wait(self) -> Tensor:
         if self._failed:
             raise RuntimeError("this exchange has failed before; its result is undefined")
-        incoming, self._incoming = self._incoming, None
+        incoming, self._incoming = self._incoming, ()
         try:
-            if incoming is not None:
+            if any(messages.wire is not None for messages in incoming):
                 self._unpack(incoming)
             self._transfer.wait()
             self._transfer.release()
         except BaseException:
             self._failed = True
             raise
-        return self._exchange.result
+        return self._exchanges[0].result
 
-    def _unpack(self, incoming: Tensor) -> None:
-        recv, works = self._exchange.recv, self._transfer.works
-        if self._sources is None:
+    def _unpack(self, incoming: Sequence[Messages]) -> None:
+        if self._arrivals is None:
             self._transfer.wait()
-            recv.unpack(incoming, recv.grid.other_runs)
+            for messages in incoming:
+                if messages.wire is not None:
+                    messages.side.unpack(messages.wire, messages.side.grid.other_runs)
             return
-        for peer in self._sources:
-            works.pop(0).wait()
-            recv.unpack(_message(recv, incoming, peer), recv.grid.peer_runs[peer])
+        works = self._transfer.works
+        for arrival in self._arrivals:
+            for _ in range(arrival.messages.side.grid.batch):
+                works.pop(0).wait()
+            arrival.messages.unpack(arrival.peer)
 
     def __del__(self) -> None:
-        if self._transfer.works:
-            _abandoned.setdefault(self._group, []).append(self._transfer)
+        # Made half, there is nothing under way yet; what has failed is no dropped handle.
+        transfer = getattr(self, "_transfer", None)
+        if transfer is not None and transfer.works and not self._failed:
+            _abandoned.setdefault(self._group, []).append(transfer)
 
 
 def p2p(exchange: Exchange, group: Any) -> Posted:
-    """One `batch_isend_irecv` per exchange. Empty messages are left out on both ends by the same rule.
+    """One `batch_isend_irecv` per exchange. Empty messages are left out on both ends by the same rule."""
+    return together((exchange,), group)
 
-    Everything travels as bytes: MCCL refuses some element types, and none of their bits matter here.
-    """
+
+def together(exchanges: Sequence[Exchange], group: Any) -> Posted:
+    """One `batch_isend_irecv` for several exchanges, in one order on all ranks. `wait()` completes all of them."""
     _end_abandoned(group)
-    send, recv = exchange.send, exchange.recv
     staging: list[Tensor] = []
-
-    def wire_of(side: Side) -> Tensor | None:
-        """Staging for the other ranks' messages; None where the side's own memory is the wire."""
-        if side.flat is not None:
-            return None
-        size = (side.grid.total - side.grid.numel[exchange.rank]) * side.dtype.itemsize
-        staging.append(_borrow(size, exchange.result.device, group))
-        return staging[-1][:size].view(side.dtype)
-
-    outgoing = wire_of(send)
-    if outgoing is not None:
-        send.pack(outgoing, send.grid.other_runs)
-    incoming = wire_of(recv)
-    receives = [
-        (peer, dist.P2POp(dist.irecv, _bytes(_message(recv, incoming, peer)), group=group, group_peer=peer))
-        for peer in _peers(exchange, recv, step=-1)
-    ]
-    sends = [
-        dist.P2POp(dist.isend, _bytes(_message(send, outgoing, peer)), group=group, group_peer=peer)
-        for peer in _peers(exchange, send, step=1)
-    ]
-    operations = [operation for _, operation in receives] + sends
+    receives: list[Any] = []
+    sends: list[Any] = []
+    incoming: list[Messages] = []
+    arrivals: list[Arrival] = []
+    for exchange in exchanges:
+        send, recv = exchange.send, exchange.recv
+        outgoing = Messages(exchange, send, staging, group)
+        if outgoing.wire is not None:
+            send.pack(outgoing.wire, send.grid.other_runs)
+        arriving = Messages(exchange, recv, staging, group)
+        incoming.append(arriving)
+        for peer in _peers(exchange, recv, step=-1):
+            arrivals.append(Arrival(arriving, peer))
+            receives += [dist.P2POp(dist.irecv, part, group=group, group_peer=peer) for part in arriving.of(peer)]
+        for peer in _peers(exchange, send, step=1):
+            sends += [dist.P2POp(dist.isend, part, group=group, group_peer=peer) for part in outgoing.of(peer)]
+    operations = receives + sends
     works = list(dist.batch_isend_irecv(operations)) if operations else []
-    transfer = Transfer(group, works, staging, (exchange.result, *send.parts))
+    touched = [tensor for exchange in exchanges for tensor in (exchange.result, *exchange.send.parts)]
+    transfer = Transfer(group, works, staging, tuple(touched))
     per_message = len(works) == len(operations)
-    posted = Posted(exchange, group, transfer, incoming, [peer for peer, _ in receives] if per_message else None)
-    exchange.copy_own()
+    posted = Posted(exchanges, group, transfer, incoming, arrivals if per_message else None)
+    for exchange in exchanges:
+        exchange.copy_own()
     return posted
 
 
@@ -178,6 +235,8 @@ def unusable(group: Any, device: torch.device, backend: str) -> str | None:
         if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":  # asked once per group
             return "TORCH_DISTRIBUTED_DEBUG=DETAIL counts point-to-point among Gloo's collectives, and the ranks differ"
         return None
+    if type(group) not in GROUPED:
+        return f"torch groups point-to-point batches of a plain ProcessGroup only, not of a {type(group).__name__}"
     try:
         coalesces = bool(group._get_backend(device).supports_coalescing)
     except Exception as error:
@@ -191,18 +250,3 @@ def _peers(exchange: Exchange, side: Side, step: int) -> Iterator[int]:
         peer = (exchange.rank + step * distance) % exchange.world_size
         if side.grid.numel[peer]:
             yield peer
-
-
-def _message(side: Side, staging: Tensor | None, peer: int) -> Tensor:
-    """One peer's message in the staging, or in the side's own memory."""
-    start, numel = side.grid.starts[peer], side.grid.numel[peer]
-    if staging is None:
-        assert side.flat is not None
-        return side.flat[start : start + numel]
-    if peer > side.grid.rank:
-        start -= side.grid.numel[side.grid.rank]
-    return staging[start : start + numel]
-
-
-def _bytes(message: Tensor) -> Tensor:
-    return message.view(torch.uint8)

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..blocks import Exchange
 
 NAME = "all_to_all"
+
+# What every backend's collective takes. Other types travel as their bytes, at every size: Gloo refuses most of
+# them, and which ones MCCL takes depends on the card.
+CARRIED = frozenset(
+    (
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    )
+)
 
 
 class Received:
@@ -28,7 +44,8 @@ class Received:
 
 
 def all_to_all(exchange: Exchange, group: Any) -> Received:
-    """One `torch.distributed.all_to_all_single` of flat buffers, sizes in elements.
+    """One `torch.distributed.all_to_all_single` of flat buffers, sizes in elements (in bytes where the type is
+    not one of `CARRIED`).
 
     Sides that already are wire format are used in place; a strided one is packed or unpacked by one copy.
     """
@@ -38,11 +55,12 @@ def all_to_all(exchange: Exchange, group: Any) -> Received:
         outgoing = send.packed(send.grid.all_runs)
     if incoming is None:
         incoming = recv.staging(recv.grid.all_runs)
-    dist.all_to_all_single(
-        incoming,
-        outgoing,
-        output_split_sizes=recv.grid.sizes,
-        input_split_sizes=send.grid.sizes,
-        group=group,
-    )
+    received_sizes, sent_sizes = recv.grid.sizes, send.grid.sizes
+    received, sent = incoming, outgoing
+    if recv.dtype not in CARRIED:
+        width = recv.dtype.itemsize
+        received, sent = incoming.view(torch.uint8), outgoing.view(torch.uint8)
+        received_sizes = [size * width for size in received_sizes]
+        sent_sizes = [size * width for size in sent_sizes]
+    dist.all_to_all_single(received, sent, output_split_sizes=received_sizes, input_split_sizes=sent_sizes, group=group)
     return Received(exchange, incoming)

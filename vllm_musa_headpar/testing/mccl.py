@@ -36,6 +36,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
+from vllm_musa_headpar.implementations import p2p
 from vllm_musa_headpar.testing import musa
 from vllm_musa_headpar.testing.musa import HostSyncError, MCCLRuleError
 
@@ -131,6 +132,7 @@ def _wrap_batch() -> None:
             inner(p2p_op_list)
         return [group.launch(messages)]
 
+    p2p.GROUPED.add(MCCLGroup)
     dist.batch_isend_irecv = batch_isend_irecv
     distributed_c10d.batch_isend_irecv = batch_isend_irecv
 

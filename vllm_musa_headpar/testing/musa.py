@@ -104,6 +104,10 @@ class MusaTensor(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"MusaTensor({self.raw!r}, device='{self.device}')"
 
+    def data_ptr(self) -> int:
+        """The address of the elements: as on a real device, they are in memory of the tensor's own."""
+        return self.raw.data_ptr()
+
     def tolist(self) -> Any:
         # torch refuses this for every subclass. One host sync: the list is then made from host memory.
         return torch._C.TensorBase.tolist(self.cpu())
