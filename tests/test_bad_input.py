@@ -354,6 +354,25 @@ def test_wrong_registrations(case: str) -> None:
         registry._registrations.update(before)
 
 
+def test_the_spelling_of_a_name() -> None:
+    """Capitals do not matter, unless two names differ in nothing else."""
+    for spelled in ("p2p", "P2P", "P2p"):
+        assert registry.select("gloo", spelled).name == "p2p"
+    assert registry.find("All_To_All") is registry.REFERENCE
+    assert registry.find("p2p ") is None
+    try:
+        register_head_parallel_exchange("Fast", other, backends=())
+        assert [registry.select("gloo", spelled).name for spelled in ("Fast", "fast", "FAST")] == ["Fast"] * 3
+        register_head_parallel_exchange("fast", other, backends=())
+        assert [registry.select("gloo", spelled).name for spelled in ("Fast", "fast")] == ["Fast", "fast"]
+        for name in ("Auto", " AUTO "):
+            with pytest.raises(ValueError, match="other than 'auto'"):
+                register_head_parallel_exchange(name, other, backends=())
+    finally:
+        for name in ("Fast", "fast"):
+            registry._registrations.pop(name, None)
+
+
 def test_right_registrations() -> None:
     try:
         register_head_parallel_exchange("late", other, backends=["MCCL"], priority=3)

@@ -522,6 +522,49 @@ def test_nothing_is_applied_past_a_later_wrapper(ranks: RankPool) -> None:
     ranks(wrapped_after_and_again, 1)
 
 
+def looked_at_anew(rank: int, nproc: int, store: str) -> None:
+    """What was refused is not refused for good: the reason is always that of the last look."""
+    from vllm_musa_headpar import plugin, register
+
+    def status(name: str = "magi2.ep_dispatch") -> tuple[str, str]:
+        (found,) = (record for record in plugin.report() if record.name == name)
+        return found.status, found.reason
+
+    with tempfile.TemporaryDirectory(prefix="headpar-") as root, modified_magi2(Path(root)) as modules:
+        owners = owners_of(modules)
+        stock = snapshot(*owners)
+        parallel, original = modules["parallel"], modules["parallel"].ep_dispatch
+        with environment(VLLM_MUSA_HEADPAR="1"), fresh_plugin():
+            wrap_with_tools(parallel, "ep_dispatch")
+            register()
+            assert status()[0] == "refused"
+            assert "is wrapped by" in status()[1]
+            parallel.ep_dispatch = lambda tensor: tensor
+            register()
+            assert status()[0] == "refused"
+            assert "it comes from" in status()[1]
+            assert plugin.undo() == []
+            assert status() == ("undone", "there was nothing to take back")
+            assert {record.status for record in plugin.report()} == {"undone"}
+            parallel.ep_dispatch = original
+            register()
+            assert status() == ("applied", "")
+            # And without an undo in between, once the wrapper has gone.
+            assert plugin.undo() == []
+            wrap_with_tools(parallel, "ep_dispatch")
+            register()
+            assert status()[0] == "refused"
+            parallel.ep_dispatch = original
+            register()
+            assert {record.status for record in plugin.report()} == {"applied", "not needed"}
+            assert plugin.undo() == []
+            assert changed(stock, *owners) == set()
+
+
+def test_a_refused_record_is_looked_at_anew(ranks: RankPool) -> None:
+    ranks(looked_at_anew, 1)
+
+
 def from_two_threads(rank: int, nproc: int, store: str) -> None:
     from vllm_musa_headpar import plugin, register
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from pool import RankPool, environment
 from stand_in import MAGI2, MODULES, changed, fresh_plugin, snapshot
 
 from vllm_musa_headpar import config, log, plugin
+from vllm_musa_headpar.host.stock import signature_of, why_not_stock
 
 pytestmark = pytest.mark.cpu
 
@@ -79,6 +80,7 @@ def test_values_for_strict_and_the_other_variables() -> None:
     settings = config.read({FLAG: "strict", config.EXCHANGE: " p2p ", config.CHECK: "1"})
     assert settings == config.Settings(True, True, "p2p", True)
     assert config.read({FLAG: "1", config.EXCHANGE: ""}).exchange == "auto"
+    assert config.read({FLAG: "1", config.EXCHANGE: " AUTO "}).exchange == "auto"
     bad = config.read({FLAG: "1", config.CHECK: "maybe"})
     assert (bad.enabled, bad.check) == (True, False)
     assert bad.problems == ("VLLM_MUSA_HEADPAR_CHECK='maybe' is not allowed and counts as off: expected 1 or 0",)
@@ -122,6 +124,99 @@ def test_a_worker_process_says_once_that_it_is_on() -> None:
     assert "Unknown vLLM environment variable" not in log
     # torch is vLLM's own doing; torchada comes before anything of ours that needs torch.
     assert seen["order"].index("torchada") < seen["order"].index("vllm_musa_headpar.exchange")
+
+
+FORKED = """
+    import multiprocessing, os, sys
+    def child(generation):
+        from vllm_musa_headpar import register
+        register()
+        if generation:
+            again = multiprocessing.get_context("fork").Process(target=child, args=(generation - 1,))
+            again.start()
+            again.join()
+    if __name__ == "__main__":
+        from vllm_omni.plugins import load_omni_general_plugins
+        load_omni_general_plugins()
+        from vllm_musa_headpar import plugin
+        if os.environ.pop("UNDO", None):
+            plugin.undo()
+            del os.environ["VLLM_MUSA_HEADPAR"]
+        child(2)
+        answer(os.getpid())
+"""
+
+
+def test_every_forked_process_says_once_that_it_is_on() -> None:
+    """vLLM's loader does nothing in a forked process, which has the patches all the same."""
+    _, log = in_process(FORKED, VLLM_MUSA_HEADPAR="1")
+    lines = [line.partition("vllm-musa-headpar ")[2] for line in log.splitlines() if "vllm-musa-headpar" in line]
+    assert len(lines) == 3, log
+    assert len(set(lines)) == 1
+    assert "is on: exchange auto; patched head_parallel.publish, magi2.ep_dispatch" in lines[0]
+
+
+def test_a_forked_process_says_what_is_wrong_too_and_nothing_where_nothing_is_on() -> None:
+    _, log = in_process(FORKED, VLLM_MUSA_HEADPAR="1", VLLM_MUSA_HEADPAR_CHECK="maybe")
+    assert log.count("VLLM_MUSA_HEADPAR_CHECK='maybe' is not allowed") == log.count("is on: ") == 3, log
+    _, log = in_process(FORKED, VLLM_MUSA_HEADPAR="0")
+    assert "vllm-musa-headpar" not in log
+    _, log = in_process(FORKED, VLLM_MUSA_HEADPAR="1", UNDO="1")
+    assert log.count("is on: ") == 1, "what was taken back is not on in the children"
+
+
+def pickled_by_reference(rank: int, nproc: int, store: str) -> None:
+    """Every function in the place of a stock one pickles to the very bytes of stock's, and back to itself."""
+    import copy
+    import pickle
+
+    import cloudpickle
+
+    _, omni_plugins = loaders()
+    magi2_modules()
+    with environment(VLLM_MUSA_HEADPAR="strict"), fresh_plugin():
+        omni_plugins.load_omni_general_plugins()
+        ledger = plugin._ledger
+        assert ledger is not None
+        bindings = [binding for entry in ledger._entries for binding in entry.applied]
+        functions = [binding for binding in bindings if isinstance(binding.original, FunctionType)]
+        assert len(functions) >= 8
+        stored = []
+        for binding in functions:
+            patched, stock = binding.replacement, binding.original
+            names = ("__module__", "__qualname__", "__name__")
+            assert [getattr(patched, name) for name in names] == [getattr(stock, name) for name in names]
+            for pickler in (pickle, cloudpickle):
+                stored.append((binding, pickler.dumps(patched)))
+                assert pickler.loads(stored[-1][1]) is patched
+            assert copy.deepcopy(patched) is patched
+            if isinstance(binding.owner, ModuleType):
+                assert not hasattr(patched, "__wrapped__"), "nothing is laid over the stock function"
+                assert why_not_stock(patched, sys.modules[stock.__module__], signature_of(stock), None) is not None
+    for binding, data in stored:
+        assert pickle.loads(data) is binding.original, "a process without the patch gets the stock function"
+
+
+def test_patched_functions_are_pickled_as_stocks_are(ranks: RankPool) -> None:
+    ranks(pickled_by_reference, 1)
+
+
+def test_our_public_functions_keep_their_names() -> None:
+    """On a newer host they are put in place of the host's as they are."""
+    from vllm_musa_headpar import exchange
+    from vllm_musa_headpar.host.ledger import carry_names
+
+    def stock(tensor: Any, group: Any, layout: Any) -> Any:
+        """The host's."""
+
+    def made_for_it(tensor: Any, group: Any, layout: Any) -> Any:
+        """Ours."""
+
+    ours = exchange.scatter_heads_gather_tokens
+    carry_names(stock, ours)
+    assert (ours.__module__, ours.__name__) == ("vllm_musa_headpar.exchange", "scatter_heads_gather_tokens")
+    carry_names(stock, made_for_it)
+    assert (made_for_it.__name__, made_for_it.__qualname__) == ("stock", stock.__qualname__)
 
 
 TORCHADA_FIRST = """

@@ -119,7 +119,7 @@ def _settle(group: Any, device: torch.device) -> GroupState:
 
 def _known_exchange(settings: config.Settings) -> str:
     """The exchange asked for, "auto" for an unknown one."""
-    if settings.exchange in (config.AUTO, *registry.registered()):
+    if settings.exchange == config.AUTO or registry.find(settings.exchange) is not None:
         return settings.exchange
     problem = (
         f"{config.EXCHANGE}={settings.exchange!r} is not known: "

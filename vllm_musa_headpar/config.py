@@ -26,7 +26,8 @@ class Settings:
     Attributes:
         enabled: whether the plugin is switched on.
         strict: what does not fit is an error at start.
-        exchange: an implementation's name, or "auto". Resolved at the first exchange of a group.
+        exchange: an implementation's name as it was written, or "auto". Resolved at the first exchange of a group,
+            where capitals do not matter.
         check: compare the ranks' exchanges before each one.
         problems: sentences on values that are not allowed; each stands for its default then.
     """
@@ -48,10 +49,11 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
         problems.append(f"{FLAG}={flag!r} is not allowed and counts as off: expected {allowed}")
     if _plain(check) not in (*_OFF, *_ON):
         problems.append(f"{CHECK}={check!r} is not allowed and counts as off: expected 1 or 0")
+    exchange = environ.get(EXCHANGE, "").strip()
     return Settings(
         enabled=_plain(flag) in (*_ON, _STRICT),
         strict=_plain(flag) == _STRICT,
-        exchange=environ.get(EXCHANGE, "").strip() or AUTO,
+        exchange=AUTO if _plain(exchange) in ("", AUTO) else exchange,
         check=_plain(check) in _ON,
         problems=tuple(problems),
     )

@@ -487,7 +487,7 @@ def _check_exchange(settings: config.Settings, exchange: dict[str, str]) -> Chec
 
     told = ", ".join(f"{backend} gets {name}" for backend, name in exchange.items())
     known = (config.AUTO, *registry.registered())
-    if settings.exchange in known:
+    if settings.exchange == config.AUTO or registry.find(settings.exchange) is not None:
         return Check(config.EXCHANGE, OK, f"is {settings.exchange!r}: {told}")
     seen = f"is {settings.exchange!r}, which is not known here"
     todo = f"use one of {', '.join(known)}, unless a plugin registers it before the first exchange"

@@ -15,3 +15,8 @@ def warn_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
         logger.warning("%s", message)
+
+
+def forget() -> None:
+    """Let every warning be said again: in a new process, for example."""
+    _said.clear()

@@ -5,13 +5,14 @@ Nothing here may raise except in strict mode: an exception from a plugin kills t
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from . import config
-from .log import logger, warn_once
+from .log import forget, logger, warn_once
 
 if TYPE_CHECKING:
     from .host.ledger import Ledger, RecordStatus
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _lock = threading.RLock()
 _ledger: Ledger | None = None
 _announced = False
+_problems: tuple[str, ...] = ()  # what the last call warned of
 
 
 class StrictModeError(RuntimeError):
@@ -29,7 +31,7 @@ def register() -> None:
     """Switch the plugin on in this process, if the environment says so.
 
     Called by vLLM for each entry point group, in any order and any number of times; completes what an
-    earlier call had to leave pending. When off, it imports nothing.
+    earlier call had to leave pending, and looks again at what it refused. When off, it imports nothing.
 
     Raises:
         StrictModeError: in strict mode only, where anything does not fit.
@@ -46,6 +48,8 @@ def register() -> None:
             problems.append(f"the plugin could not be switched on: {type(error).__name__}: {error}")
     if problems and settings.strict:
         raise StrictModeError("; ".join(problems))
+    global _problems
+    _problems = tuple(problems)
     for problem in problems:
         warn_once(problem)
 
@@ -75,8 +79,7 @@ def _switch_on(settings: config.Settings) -> list[str]:
     problems = [f"{record.name} is not applied: {record.reason}" for record in refused]
     if not problems:
         problems = _nothing_to_do()
-    if any(record.status in ("applied", "pending") for record in report()):
-        _announce(settings)
+    _announce(settings)
     return problems
 
 
@@ -120,20 +123,37 @@ def _nothing_to_do() -> list[str]:
 
 
 def _announce(settings: config.Settings) -> None:
-    """The one INFO line of a process."""
+    """The one INFO line of a process, where there is something to say."""
     global _announced
-    if _announced:
-        return
-    _announced = True
+    line = _is_on(settings)
+    if line is not None and not _announced:
+        _announced = True
+        logger.info("%s", line)
+
+
+def _is_on(settings: config.Settings) -> str | None:
     from . import __version__
 
     records = report()
-    applied = [record.name for record in records if record.status == "applied"]
+    applied = [record.name for record in records if record.status in ("applied", "overlaid")]
     waiting = next((record.reason for record in records if record.status == "pending"), None)
-    logger.info(
-        "vllm-musa-headpar %s is on: exchange %s%s; %s",
-        __version__,
-        settings.exchange,
-        ", cross-rank check" if settings.check else "",
-        f"waiting: {waiting}" if waiting else f"patched {', '.join(applied)}",
-    )
+    if not applied and waiting is None:
+        return None
+    check = ", cross-rank check" if settings.check else ""
+    done = f"waiting: {waiting}" if waiting else f"patched {', '.join(applied)}"
+    return f"vllm-musa-headpar {__version__} is on: exchange {settings.exchange}{check}; {done}"
+
+
+def _in_forked_child() -> None:
+    """A forked process has its parent's patches, and vLLM does not call `register` there again: say what is on."""
+    global _lock, _announced
+    _lock = threading.RLock()  # another thread of the parent may have held it
+    forget()
+    if _announced:
+        _announced = False
+        _announce(config.read())
+    for problem in _problems:
+        warn_once(problem)
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

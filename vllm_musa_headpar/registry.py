@@ -45,7 +45,7 @@ def register_head_parallel_exchange(
     """Make an exchange implementation known.
 
     Args:
-        name: as in `VLLM_MUSA_HEADPAR_EXCHANGE`.
+        name: as in `VLLM_MUSA_HEADPAR_EXCHANGE`, where capitals do not matter.
         implementation: `(Exchange, ProcessGroup) -> Pending`.
         backends: names of the communication backends that it claims, "mccl" for example; may be empty.
         priority: the highest one that claims a backend is selected there, ties by name.
@@ -59,7 +59,7 @@ def register_head_parallel_exchange(
         TypeError, ValueError: an argument is not of these kinds, or the name is taken by another object.
             The same name with the same object again changes nothing.
     """
-    if not isinstance(name, str) or not name.strip() or name == AUTO:
+    if not isinstance(name, str) or not name.strip() or name.strip().lower() == AUTO:
         raise ValueError(f"an exchange's name must be a non-empty string other than {AUTO!r}, got {name!r}")
     if not callable(implementation):
         raise TypeError(f"the exchange {name!r} must be callable as (Exchange, group), got {implementation!r}")
@@ -95,6 +95,12 @@ def registered() -> tuple[str, ...]:
     return tuple(sorted(_registrations))
 
 
+def find(name: str) -> Registration | None:
+    """The implementation of a name: spelled exactly so first, else whatever its capitals; None if there is none."""
+    alike = (known for known in registered() if known.lower() == name.lower())
+    return _registrations.get(name) or _registrations.get(next(alike, ""))
+
+
 def claimed_backends() -> frozenset[str]:
     """All backends that an implementation claims."""
     return frozenset().union(*(registration.backends for registration in _registrations.values()))
@@ -113,7 +119,7 @@ def select(backend: str | None, exchange: str = AUTO) -> Registration:
     """
     if backend is None:
         return REFERENCE
-    return _registrations.get(exchange) or claim(backend) or REFERENCE
+    return find(exchange) or claim(backend) or REFERENCE
 
 
 def backend_of(group: Any, device: torch.device) -> str | None:

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from .stock import why_not_stock
@@ -44,6 +44,11 @@ class Binding:
     @property
     def current(self) -> Any:
         return _namespace(self.owner).get(self.name, MISSING)
+
+    def put(self) -> None:
+        """Give the name its replacement; a function takes over the stock function's names."""
+        carry_names(self.original, self.replacement)
+        self.set(self.replacement)
 
     def set(self, value: Any) -> None:
         if isinstance(self.owner, dict):
@@ -112,7 +117,7 @@ class Ledger:
         self._entries = [_Entry(record) for record in records]
 
     def apply(self) -> list[RecordStatus]:
-        """Apply what can be applied and is not yet.
+        """Apply what can be applied and is not yet; what an earlier call refused is looked at anew.
 
         Returns:
             The records that were refused in this call.
@@ -120,7 +125,7 @@ class Ledger:
         waiting = why_pending()
         refused = []
         for entry in self._entries:
-            if entry.status in (APPLIED, NOT_NEEDED, REFUSED):
+            if entry.status == APPLIED:
                 continue
             if waiting is not None:
                 entry.status, entry.reason = PENDING, waiting
@@ -135,7 +140,7 @@ class Ledger:
         done: list[Binding] = []
         try:
             for binding in entry.record.bindings():
-                binding.set(binding.replacement)
+                binding.put()
                 done.append(binding)
         except NotNeeded as reason:
             entry.status, entry.reason = NOT_NEEDED, str(reason)
@@ -156,12 +161,14 @@ class Ledger:
     def undo(self) -> list[RecordStatus]:
         """Give every name its original value back, wherever it has been imported since.
 
+        What was found out about the other records is forgotten too: the next `apply` looks anew.
+
         Returns:
             The records that could not be undone because someone has patched over them.
         """
         kept = []
         for entry in reversed(self._entries):
-            if entry.status != APPLIED:
+            if entry.status == OFF:
                 continue
             if _overlaid(entry) is not None:
                 kept.append(_status(entry))
@@ -171,7 +178,8 @@ class Ledger:
                 if binding.original is not MISSING:
                     for owner, name in imports_of(binding.replacement, HOST):
                         setattr(owner, name, binding.original)
-            entry.status, entry.reason, entry.applied = UNDONE, "taken back", []
+            reason = "taken back" if entry.applied else "there was nothing to take back"
+            entry.status, entry.reason, entry.applied = UNDONE, reason, []
         return kept
 
 
@@ -214,6 +222,22 @@ def stock_function(module: ModuleType, qualname: str, signature: str, fingerprin
     if reason is not None:
         raise Refused(f"{module.__name__}.{qualname} is not the one this patch was written for: {reason}")
     return owner, name, function
+
+
+def carry_names(original: Any, replacement: Any) -> None:
+    """Let a replacement made for a stock function go by that function's names.
+
+    Pickle stores a function as its module's and its own name, and finds it there again: with the stock function's
+    names, what was picklable stays so, and a process without the patch gets the stock function. A function that can
+    be found under its own name keeps it. `__wrapped__` is not set: it marks what is laid over a function.
+    """
+    if not (isinstance(original, FunctionType) and isinstance(replacement, FunctionType)):
+        return
+    home = sys.modules.get(replacement.__module__)
+    if getattr(home, replacement.__qualname__, None) is replacement:
+        return
+    for name in ("__module__", "__qualname__", "__name__"):
+        setattr(replacement, name, getattr(original, name))
 
 
 def imports_of(value: Any, package: str) -> list[tuple[ModuleType, str]]:
