@@ -64,4 +64,4 @@ def test_a_plugin_that_does_not_come_up_fails_the_check_with_its_exit_code() -> 
 def test_a_single_worker_is_refused() -> None:
     done = check("--nproc", "1")
     assert done.returncode == 2
-    assert "at least 2 workers, got 1" in done.stderr
+    assert "expected a whole number of at least 2, got '1'" in done.stderr

@@ -39,6 +39,7 @@ def scatter_heads_gather_tokens(tensor: Tensor, group: Any, layout: Any) -> Tens
 
     Raises:
         ValueError: before any collective, where the layout, the group and the tensor do not fit together.
+        TypeError: likewise, where one of them is no such thing at all.
         ExchangeError: the exchange failed on its way.
     """
     try:
@@ -78,6 +79,7 @@ def scatter_tokens_gather_heads(tensor: Tensor, group: Any, layout: Any) -> Tens
 
     Raises:
         ValueError: before any collective, where the layout, the group and the tensor do not fit together.
+        TypeError: likewise, where one of them is no such thing at all.
         ExchangeError: the exchange failed on its way.
     """
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor
 from .world import World
 
 WARM_UP = 2  # rounds that are not counted
+NOW_AND_THEN = 10.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,14 @@ def interleave(
 
 
 class progress:
-    """Context of a progress bar on standard error, on rank 0; its value is the function that advances it."""
+    """Context of the progress on standard error, on rank 0; its value is the function that advances it by a round.
+
+    On a terminal a bar; elsewhere a line at the start and one now and then, so that a log shows that it goes on.
+    """
 
     def __init__(self, world: World, title: str, total: int) -> None:
         self._shown = world.rank == 0
-        self._title, self._total = title, total
+        self._title, self._total, self._done = title, total, 0
         self._bar: Any = None
 
     def __enter__(self) -> Callable[[], None]:
@@ -67,10 +73,26 @@ class progress:
         from rich.console import Console
         from rich.progress import Progress
 
-        self._bar = Progress(console=Console(stderr=True), transient=True)
+        output = Console(stderr=True)
+        if not output.is_terminal:
+            self._started = self._told = time.monotonic()
+            self._tell()
+            return self._advance
+        self._bar = Progress(console=output, transient=True)
         self._bar.start()
         task = self._bar.add_task(self._title, total=self._total)
         return lambda: self._bar.advance(task)
+
+    def _advance(self) -> None:
+        self._done += 1
+        now = time.monotonic()
+        if now - self._told >= NOW_AND_THEN:
+            self._told = now
+            self._tell()
+
+    def _tell(self) -> None:
+        passed = time.monotonic() - self._started
+        print(f"{self._title}: {self._done} of {self._total} rounds, {passed:.0f} s", file=sys.stderr, flush=True)
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,11 +15,11 @@ from .world import require
 
 
 def console() -> Any:
-    """A console that is wide enough for the tables where the output is no terminal."""
+    """A console as wide as the terminal; where there is none, wide enough for most tables."""
     from rich.console import Console
 
     found = Console()
-    return found if found.is_terminal else Console(width=120)
+    return found if found.is_terminal or "COLUMNS" in os.environ else Console(width=120)
 
 
 def print_report(report: Report) -> None:
@@ -34,17 +35,8 @@ def print_report(report: Report) -> None:
 def _case_table(report: Report, case: CaseReport) -> Any:
     shape = case.case
     tokens = f"{shape.counts[0]}" if len(set(shape.counts)) == 1 else ", ".join(map(str, shape.counts))
-    table = _table(
-        f"{tokens} tokens per rank x {shape.heads} heads x {shape.dim}, {shape.dtype}; "
-        f"{len(shape.counts)} ranks, {report.machine['backend']}, {report.rounds} rounds",
-        "Times in ms on the slowest rank: median, below it 10th to 90th percentile. Ratios of the medians of both, "
-        "above 1 is faster. MB and launches: dispatch + return, of the rank with the most.",
-    )
-    table.add_column("", no_wrap=True)
-    for heading in ("dispatch", "return", "both", "x stock", "x bare", "MB sent", "MB copied", "launches"):
-        table.add_column(heading, justify="right")
-    for line in case.lines:
-        table.add_row(
+    rows = [
+        (
             line.name,
             *map(spread, (line.dispatch, line.back, line.round_trip)),
             f"{line.times_stock:.2f}",
@@ -52,7 +44,17 @@ def _case_table(report: Report, case: CaseReport) -> Any:
             *(_there_and_back(line, name, megabytes) for name in ("bytes_between_ranks", "bytes_copied")),
             _there_and_back(line, "launches", str),
         )
-    return table
+        for line in case.lines
+    ]
+    return table_of(
+        f"{tokens} tokens per rank x {shape.heads} heads x {shape.dim}, {shape.dtype}; "
+        f"{len(shape.counts)} ranks, {report.machine['backend']}, {report.rounds} rounds",
+        "Times in ms on the slowest rank: median, below it 10th to 90th percentile. Ratios of the medians of both, "
+        "above 1 is faster. MB and launches: dispatch + return, of the rank with the most.",
+        ("", "dispatch", "return", "both", "x stock", "x bare", "MB sent", "MB copied", "launches"),
+        rows,
+        words=1,
+    )
 
 
 def _there_and_back(line: LineReport, name: str, write: Callable[[int], str]) -> str:
@@ -81,18 +83,37 @@ def write_json(path: str, data: Any) -> None:
     Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
+def require_picture(path: str) -> None:
+    """Find out before measuring whether matplotlib can write a picture of that kind.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if Path(path).suffix[1:].lower() not in kinds:
+        raise ValueError(
+            f"--plot {path}: expected a name that ends in one of {', '.join(f'.{kind}' for kind in kinds)}"
+        )
+
+
 def plot(path: str, report: Report) -> None:
     """Round-trip time over tokens per rank, one curve per line, spread as a band; and how each compares to stock."""
     require("matplotlib", "plot")
-    import matplotlib
+    draw(report).savefig(path, dpi=110)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import NullLocator, ScalarFormatter
 
-    figure, (times, ratios) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+def draw(report: Report) -> Any:
+    """The figure of `plot`."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, ScalarFormatter
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    times, ratios = figure.subplots(1, 2)
     tokens = [case.case.counts[0] for case in report.cases]
     names = [line.name for line in report.cases[0].lines]
+    ends = []
     for number, name in enumerate(names):
         lines = [next(line for line in case.lines if line.name == name) for case in report.cases]
         style: dict[str, Any] = {"color": _colour(name, number), "linestyle": "--" if name == BARE else "-"}
@@ -100,52 +121,98 @@ def plot(path: str, report: Report) -> None:
         low, high = ([getattr(line.round_trip, end) for line in lines] for end in ("p10_ms", "p90_ms"))
         times.fill_between(tokens, low, high, color=style["color"], alpha=0.12, linewidth=0)
         ratios.plot(tokens, [line.times_stock for line in lines], marker="o", **style)
-        ratios.annotate(
-            f"{lines[-1].times_stock:.2f}",
-            (tokens[-1], lines[-1].times_stock),
-            xytext=(6, -3),
-            textcoords="offset points",
-            color=style["color"],
-        )
+        ends.append((lines[-1].times_stock, style["color"]))
     times.set(xscale="log", yscale="log", title="Round trip", ylabel="ms, slowest rank (band: 10th to 90th percentile)")
     ratios.set(xscale="log", title="Speed relative to stock", ylabel="stock time / time (above 1 is faster)")
-    ratios.set_ylim(bottom=0)
+    ratios.set_ylim(0, 1.1 * max(line.times_stock for case in report.cases for line in case.lines))
     times.legend()
     for axes in (times, ratios):
         axes.set_xlabel("tokens per rank")
         axes.set_xticks(tokens, [str(count) for count in tokens])
         axes.xaxis.set_minor_locator(NullLocator())
         axes.grid(alpha=0.3)
+    # Round numbers that do not crowd, however many decades there are.
+    times.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
     times.yaxis.set_major_formatter(ScalarFormatter())
+    times.yaxis.set_minor_formatter(NullFormatter())
     shape = report.cases[0].case
     figure.suptitle(
         f"{len(shape.counts)} ranks, {shape.heads} heads x {shape.dim}, {shape.dtype}, "
         f"{report.machine['backend']} on {report.machine['device']}, {report.rounds} rounds"
     )
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    _label_ends(ratios, ends)
+    return figure
+
+
+def _label_ends(axes: Any, ends: Sequence[tuple[float, str]]) -> None:
+    """Write each curve's last value on the right of the frame, moved up where two would overlap."""
+    axes.figure.draw_without_rendering()  # the layout is known from here on
+    size, pixels = 10.0, axes.figure.dpi / 72  # of a letter in points, of a point
+    lowest = float("-inf")
+    for value, colour in sorted(ends):
+        at = axes.transData.transform((1, value))[1] / pixels
+        lowest = max(at, lowest + 1.3 * size)
+        axes.annotate(
+            f"{value:.2f}",
+            (1, value),
+            xycoords=axes.get_yaxis_transform(),
+            xytext=(5, lowest - at),
+            textcoords="offset points",
+            verticalalignment="center",
+            fontsize=size,
+            color=colour,
+        )
 
 
 def _colour(name: str, number: int) -> str:
     return {STOCK: "tab:red", BARE: "tab:gray"}.get(name, f"C{(number + 1) % 3 * 2}" if number < 4 else f"C{number}")
 
 
-def table_of(title: str, caption: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
-    """A table whose first two columns are words and the others numbers; a rule where the first changes."""
-    table = _table(title, caption)
-    for number, heading in enumerate(headings):
-        words = number < 2
-        table.add_column(heading, justify="left" if words else "right", no_wrap=words)
-    for number, row in enumerate(rows):
-        if number and row[0] != rows[number - 1][0]:
-            table.add_section()
-        repeated = bool(number) and row[0] == rows[number - 1][0]
-        table.add_row("" if repeated else row[0], *row[1:])
+def table_of(
+    title: str, caption: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 2
+) -> Any:
+    """A table that fits the console, whose first columns are words and the others numbers.
+
+    A number is whole or absent: where the width does not suffice for all columns, those on the right are left out and
+    the caption names them. With two columns of words there is a rule where the first changes.
+
+    Args:
+        words: how many columns are words; they and the first number always stay.
+    """
+    width, shown = console().width, len(headings)
+    table = _table(title, caption, headings, rows, words, shown)
+    while shown > words + 1 and _whole(table) > width:
+        shown -= 1
+        missing = ", ".join(headings[shown:])
+        note = f"{caption} For want of width without: {missing} (--json has all)."
+        table = _table(title, note, headings, rows, words, shown)
+    if _whole(table) > width:  # the words give way, not the number
+        for column in table.columns[:words]:
+            column.no_wrap, column.overflow = False, "fold"
     return table
 
 
-def _table(title: str, caption: str) -> Any:
+def _whole(table: Any) -> int:
+    """The width at which nothing of a table is cut."""
+    from rich.console import Console
+
+    width: int = Console(width=10_000).measure(table).maximum
+    return width
+
+
+def _table(
+    title: str, caption: str, headings: Sequence[str], rows: Sequence[Sequence[str]], words: int, shown: int
+) -> Any:
+    """The first `shown` columns, each as wide as its widest cell."""
     from rich import box
     from rich.table import Table
 
-    return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, caption_justify="left")
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, caption_justify="left")
+    for number, heading in enumerate(headings[:shown]):
+        table.add_column(heading, justify="left" if number < words else "right", no_wrap=True)
+    for number, row in enumerate(rows):
+        repeated = words > 1 and bool(number) and row[0] == rows[number - 1][0]
+        if words > 1 and number and not repeated:
+            table.add_section()
+        table.add_row("" if repeated else row[0], *row[1:shown])
+    return table

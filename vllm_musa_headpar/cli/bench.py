@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from pathlib import Path
 from typing import Any
+
+from .arguments import require_writable, seconds, whole_number, whole_numbers
 
 # MAGI-2: 29,616 tokens on 8 ranks, 12 MoE heads of 256.
 TOKENS, HEADS, DIM = 3702, 12, 256
@@ -16,24 +18,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_argument_group("shape (MAGI-2's by default)")
     shape.add_argument(
         "--nproc",
-        type=_positive,
+        type=whole_number(1),
         default=2,
         help="ranks to spawn (2); under torchrun its ranks, with --counts as many as counts",
     )
-    shape.add_argument("--tokens", type=_natural, default=TOKENS, help=f"tokens per rank ({TOKENS})")
-    shape.add_argument("--counts", type=_counts, help="tokens of each rank instead, uneven ones too: 5,0,3")
+    shape.add_argument("--tokens", type=whole_number(0), default=TOKENS, help=f"tokens per rank ({TOKENS})")
+    shape.add_argument("--counts", type=whole_numbers(0), help="tokens of each rank instead, uneven ones too: 5,0,3")
     shape.add_argument(
-        "--heads", type=_positive, help="heads of all ranks together; by default 12, or the next multiple of the ranks"
+        "--heads",
+        type=whole_number(1),
+        help="heads of all ranks together; by default 12, or the next multiple of the ranks",
     )
-    shape.add_argument("--dim", type=_positive, default=DIM, help=f"elements per head ({DIM})")
+    shape.add_argument("--dim", type=whole_number(1), default=DIM, help=f"elements per head ({DIM})")
     shape.add_argument("--dtype", default="bfloat16", help="a torch element type (bfloat16)")
     how = parser.add_argument_group("measuring")
-    how.add_argument("--rounds", type=_positive, help="rounds that are counted (30; with --layer 10)")
+    how.add_argument("--rounds", type=whole_number(1), help="rounds that are counted (30; with --layer 10)")
     how.add_argument("--backend", choices=("auto", "gloo", "mccl"), default="auto")
     how.add_argument(
         "--exchange", action="append", default=[], metavar="NAME", help="an implementation, repeatable; all by default"
     )
-    how.add_argument("--timeout", type=float, default=600.0, help="seconds for the whole run (600)")
+    how.add_argument("--timeout", type=seconds, default=600.0, help="seconds for the whole run (600)")
     how.add_argument(
         "--layer",
         action="store_true",
@@ -53,9 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         require("rich", "cli")
         if arguments.plot:
             require("matplotlib", "plot")
-        for file in filter(None, (arguments.json, arguments.plot)):
-            if not Path(file).resolve().parent.is_dir():
-                raise ValueError(f"{file} cannot be written: there is no folder {Path(file).resolve().parent}")
+        _require_targets(arguments)
         if arguments.layer:
             _layer(arguments)
         else:
@@ -69,17 +71,28 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _require_targets(arguments: argparse.Namespace) -> None:
+    """What is measured can also be written; of several ranks, rank 0 writes."""
+    from ..bench.show import require_picture
+
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for option, file in (("--json", arguments.json), ("--plot", arguments.plot)):
+        if file:
+            require_writable(option, file)
+    if arguments.plot:
+        require_picture(arguments.plot)
+
+
 def _exchange(arguments: argparse.Namespace) -> None:
     from ..bench import exchange, show, world
 
     cases = _cases(arguments)
     size = len(cases[0].counts)
     rounds = arguments.rounds or 30
-    _require_known(arguments.exchange)
+    exchanges = _known(arguments.exchange)
     cases[0].element_type()
-    report: Any = world.launch(
-        exchange.run, size, arguments.backend, arguments.timeout, cases, rounds, tuple(arguments.exchange)
-    )
+    report: Any = world.launch(exchange.run, size, arguments.backend, arguments.timeout, cases, rounds, exchanges)
     if report is None:  # not rank 0 of a torchrun world
         return
     show.print_report(report)
@@ -95,12 +108,12 @@ def _layer(arguments: argparse.Namespace) -> None:
     for name, given in (("--counts", arguments.counts), ("--plot", arguments.plot)):
         if given:
             raise ValueError(f"{name} does not go with --layer")
-    _require_known(arguments.exchange)
+    exchanges = _known(arguments.exchange)
     rows = layer.measure(
         arguments.nproc,
         arguments.tokens,
         arguments.rounds or 10,
-        exchanges=tuple(arguments.exchange) or layer.EXCHANGES,
+        exchanges=exchanges or layer.EXCHANGES,
         heads=arguments.heads or HEADS,
         backend=arguments.backend,
         timeout=arguments.timeout,
@@ -139,26 +152,14 @@ def _cases(arguments: argparse.Namespace) -> tuple[Any, ...]:
     return tuple(Case(counts, heads, arguments.dim, arguments.dtype) for counts in every)
 
 
-def _require_known(exchanges: list[str]) -> None:
+def _known(exchanges: list[str]) -> tuple[str, ...]:
+    """The names as they were registered; capitals do not matter."""
     from .. import registry
 
+    found = []
     for name in exchanges:
-        if name not in registry.registered():
+        registration = registry.find(name)
+        if registration is None:
             raise ValueError(f"--exchange {name!r} is not known: expected one of {', '.join(registry.registered())}")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text}")
-    return number
-
-
-def _natural(text: str) -> int:
-    if not text.strip().isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text!r}")
-    return int(text)
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(_natural(count) for count in text.split(","))
+        found.append(registration.name)
+    return tuple(dict.fromkeys(found))

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from .. import config
+from .arguments import seconds, whole_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options, shared with `entrypoints/two_worker.py`."""
-    parser.add_argument("--nproc", type=_at_least_two, default=2, help="workers (default 2)")
+    parser.add_argument("--nproc", type=whole_number(2), default=2, help="workers (default 2)")
     parser.add_argument(
         "--backend",
         choices=("auto", "gloo", "mccl"),
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="communication backend; auto is mccl on MUSA, else gloo (default auto)",
     )
     parser.add_argument(
-        "--timeout", type=_seconds, default=60.0, help="seconds after which a process group gives up (default 60)"
+        "--timeout", type=seconds, default=60.0, help="seconds after which a process group gives up (default 60)"
     )
     parser.add_argument(
         "--simulate-musa", action="store_true", help="run on the simulated MUSA device and MCCL, over CPU memory"
@@ -88,17 +89,3 @@ def _chosen(backend: str, has_musa: bool) -> str:
     if backend != "auto":
         return backend
     return "mccl" if has_musa else "gloo"
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text}")
-    return seconds
-
-
-def _at_least_two(text: str) -> int:
-    number = int(text)
-    if number < 2:
-        raise argparse.ArgumentTypeError(f"an exchange needs at least 2 workers, got {number}")
-    return number
