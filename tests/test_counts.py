@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from pool import RankPool, environment, process_group
 
-from vllm_musa_headpar import HeadParallelLayout, scatter_heads_gather_tokens, scatter_tokens_gather_heads
+from vllm_musa_headpar import HeadParallelLayout, profiles, scatter_heads_gather_tokens, scatter_tokens_gather_heads
 from vllm_musa_headpar import exchange as core
 from vllm_musa_headpar.bench import stock
 from vllm_musa_headpar.config import EXCHANGE
@@ -168,26 +170,17 @@ def test_the_stock_formula_is_the_hosts(ranks: RankPool, nproc: int) -> None:
 
 def by_message_size(rank: int, nproc: int, store: str) -> list[tuple[int, int]]:
     """Batches and collectives of one exchange on either side of p2p's smallest message on Gloo, as a user has it."""
-    from dataclasses import replace
-
-    from vllm_musa_headpar import registry
-    from vllm_musa_headpar.implementations import p2p
-
-    of_tests = registry._registrations["p2p"]
-    registry._registrations["p2p"] = replace(of_tests, min_message_bytes=p2p.MIN_MESSAGE_BYTES)
     seen = []
-    try:
-        with process_group(rank, nproc, store) as group, environment(**{EXCHANGE: "p2p"}):
-            # 4 tokens of 2 heads: the mean of the 4 messages is 2 dim bytes, whatever this rank's own are.
-            for dim in (p2p.MIN_MESSAGE_BYTES["gloo"] // 2 - 1, p2p.MIN_MESSAGE_BYTES["gloo"] // 2):
-                layout = HeadParallelLayout((1, 3), rank)
-                tensor = torch.zeros(layout.local_tokens, 2, dim, dtype=torch.uint8)
+    as_shipped = mock.patch.object(profiles, "SHIPPED", Path(profiles.__file__).with_name("shipped.json"))
+    with as_shipped, process_group(rank, nproc, store) as group, environment(**{EXCHANGE: "p2p"}):
+        # 4 tokens of 2 heads: the mean of the 4 messages is 2 dim bytes, whatever this rank's own are.
+        for dim in (128 * 1024 - 1, 128 * 1024):
+            layout = HeadParallelLayout((1, 3), rank)
+            tensor = torch.zeros(layout.local_tokens, 2, dim, dtype=torch.uint8)
+            scatter_heads_gather_tokens(tensor, group, layout)
+            with counting() as counts:
                 scatter_heads_gather_tokens(tensor, group, layout)
-                with counting() as counts:
-                    scatter_heads_gather_tokens(tensor, group, layout)
-                seen.append((counts.batches, counts.total_collectives))
-    finally:
-        registry._registrations["p2p"] = of_tests
+            seen.append((counts.batches, counts.total_collectives))
     return seen
 
 

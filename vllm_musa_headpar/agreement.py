@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import blocks, config, registry
+from . import blocks, choice, config, registry
 from .board import Board, NoStoreError, Note, board_of
 from .errors import DisagreementError
 from .layout import HeadParallelLayout
@@ -38,10 +37,11 @@ class GroupState:
 
     Attributes:
         backend: name of the communication backend, None if it cannot be found out.
-        registration: the implementation in use.
+        registration: the implementation in use, where its size does not decide.
         check: compare the ranks' exchanges before each one.
         proven: the warm-up and self-test are behind us, or not needed.
         used: the first exchange has been logged.
+        by_size: what to use for which size; None where it is the same for all.
     """
 
     backend: str | None
@@ -49,11 +49,17 @@ class GroupState:
     check: bool
     proven: bool
     used: bool = False
+    by_size: choice.BySize | None = None
 
-    @cached_property
-    def min_message_bytes(self) -> int:
-        """Exchanges with smaller messages, in the mean over all pairs of ranks, go through the reference."""
-        return self.registration.min_message_bytes.get(self.backend or "", 0)
+    @property
+    def name(self) -> str:
+        """What is in use: an implementation's name, or "auto" where a profile decides."""
+        return config.AUTO if self.by_size is not None and self.by_size.name else self.registration.name
+
+    @property
+    def candidates(self) -> list[registry.Registration]:
+        """All that may be used."""
+        return list(dict.fromkeys([self.registration, *(self.by_size.registrations() if self.by_size else ())]))
 
 
 # Hung on the group weakly: a group made anew, even at the same address, settles anew.
@@ -83,23 +89,32 @@ def state_of(group: Any, device: torch.device) -> GroupState:
 def _settle(group: Any, device: torch.device) -> GroupState:
     settings = config.read()
     backend = registry.backend_of(group, device)
-    registration = registry.select(backend, _known_exchange(settings))
+    exchange = _known_exchange(settings)
+    registration = registry.select(backend, exchange)
     if settings.check:
         board_of(group)
     claimed = registry.claim(backend) is not None
-    if backend is None or (registration is registry.REFERENCE and not claimed):
+    by_profile = choice.asked(settings, exchange)
+    if backend is None or (registration is registry.REFERENCE and not claimed and not by_profile):
         return GroupState(backend, registration, settings.check, proven=True)
-    unusable = _unusable(registration, group, device, backend)
-    if settings.check and not claimed:  # ranks that were not asked to use another exchange do not come to settle
-        if unusable is not None:
-            warn_once(f"the stock exchange is used on backend {backend}: {unusable}")
+    ranks = dist.get_world_size(group)
+    followed = choice.Followed()
+    if by_profile and settings.profile is not None:
+        followed = choice.follow(settings.profile, registration, backend, device, ranks)
+    unusable = _unusable([registration, *followed.registrations()], group, device, backend)
+    # With the check on, ranks that were not asked to use another exchange do not come to settle.
+    if settings.check and not claimed and not by_profile:
+        if unusable:
+            warn_once(f"the stock exchange is used on backend {backend}: {unusable[registration.name]}")
             registration = registry.REFERENCE
-        return GroupState(backend, registration, check=True, proven=registration is registry.REFERENCE)
+        return _state(backend, registration, True, choice.limit(registration, backend, device, ranks))
     proposal = {
         "exchange": registration.name,
         "check": settings.check,
         "version": _version(),
         "unusable": unusable,
+        "profile": followed.digest,
+        "profile_problem": followed.problem,
     }
     try:
         board = board_of(group)
@@ -110,11 +125,26 @@ def _settle(group: Any, device: torch.device) -> GroupState:
     check = any(other["check"] for other in proposals)
     if not all(other["check"] == check for other in proposals):
         warn_once(f"{config.CHECK} is on for some ranks only; it is now on for all of this group")
+    where = f"on a group of {len(proposals)} ranks, backend {backend}"
     reason = _why_reference(board, proposals)
     if reason is not None:
-        warn_once(f"the stock exchange is used on a group of {len(proposals)} ranks, backend {backend}: {reason}")
+        warn_once(f"the stock exchange is used {where}: {reason}")
         registration = registry.REFERENCE
-    return GroupState(backend, registration, check, proven=registration is registry.REFERENCE)
+    without = _why_without_profile(board, proposals)
+    if without is not None:
+        warn_once(f"no profile is used {where}: {without}")
+    elif reason is None and followed.by_size is not None:
+        refused = {name: why for proposal in proposals for name, why in proposal["unusable"].items()}
+        for name, why in refused.items():
+            warn_once(f"the stock exchange is used in the place of the profile's {name} {where}: {why}")
+        return _state(backend, registration, check, followed.by_size.without(refused))
+    return _state(backend, registration, check, choice.limit(registration, backend, device, ranks))
+
+
+def _state(backend: str, registration: registry.Registration, check: bool, by_size: choice.BySize | None) -> GroupState:
+    state = GroupState(backend, registration, check, proven=False, by_size=by_size)
+    state.proven = state.candidates == [registry.REFERENCE]
+    return state
 
 
 def _known_exchange(settings: config.Settings) -> str:
@@ -131,23 +161,42 @@ def _known_exchange(settings: config.Settings) -> str:
     return config.AUTO
 
 
-def _unusable(registration: registry.Registration, group: Any, device: torch.device, backend: str) -> str | None:
-    if registration.unusable is None:
-        return None
-    try:
-        return registration.unusable(group, device, backend)
-    except Exception as error:
-        return f"{registration.name} cannot tell whether it may be used: {error}"
+def _unusable(
+    candidates: Iterable[registry.Registration], group: Any, device: torch.device, backend: str
+) -> dict[str, str]:
+    """Which implementations must not be used on a group, and why."""
+    reasons = {}
+    for candidate in candidates:
+        try:
+            reason = candidate.unusable(group, device, backend) if candidate.unusable is not None else None
+        except Exception as error:
+            reason = f"{candidate.name} cannot tell whether it may be used: {error}"
+        if reason is not None:
+            reasons[candidate.name] = reason
+    return reasons
 
 
 def _why_reference(board: Board, proposals: list[Note]) -> str | None:
     """Why the ranks cannot all use what they propose, the same words on every rank; None if they can."""
     for rank, proposal in enumerate(proposals):
-        if proposal["unusable"] is not None:
-            return f"{board.name_ranks([rank])}: {proposal['unusable']}"
+        if proposal["exchange"] in proposal["unusable"]:
+            return f"{board.name_ranks([rank])}: {proposal['unusable'][proposal['exchange']]}"
     for field in ("exchange", "version"):
         if len({proposal[field] for proposal in proposals}) > 1:
             return f"the ranks differ in {_differences(board, field, proposals)}"
+    return None
+
+
+def _why_without_profile(board: Board, proposals: list[Note]) -> str | None:
+    """Why the ranks cannot follow their profiles, the same words on every rank; None if they can, or have none."""
+    told: dict[str, list[int]] = {}
+    for rank, proposal in enumerate(proposals):
+        if proposal["profile_problem"] is not None:
+            told.setdefault(proposal["profile_problem"], []).append(rank)
+    if told:
+        return "; ".join(f"{board.name_ranks(ranks)}: {problem}" for problem, ranks in told.items())
+    if len({proposal["profile"] for proposal in proposals}) > 1:
+        return f"the ranks differ in {_differences(board, 'profile', proposals)}"
     return None
 
 
@@ -158,25 +207,33 @@ def _version() -> str:
 
 
 def prove(state: GroupState, group: Any, device: torch.device) -> None:
-    """Before the first exchange that moves anything: warm the communicator and try the implementation out.
+    """Before the first exchange that moves anything: warm the communicator and try out what may be used.
 
-    Two small all-reduces, an exchange there and back through the reference and through the tuned implementation,
-    one host sync; nothing where the reference is in use. On failure on any rank all ranks go over to the reference.
+    Two small all-reduces, for each tuned implementation an exchange there and back through the reference and through
+    it, one host sync; nothing where the reference is in use. On failure on any rank all ranks go over to the reference.
     """
     if not state.proven:
+        candidates = [candidate for candidate in state.candidates if candidate is not registry.REFERENCE]
         # A true collective first: in a communicator's first point-to-point batch every rank must take part.
         dist.all_reduce(torch.zeros(1, dtype=torch.int32, device=device), group=group)
-        passed, reason = _try_out(state.registration.implementation, group, device)
+        trials = [_try_out(candidate.implementation, group, device) for candidate in candidates]
+        passed = torch.cat([result for result, _ in trials])
         try:
             dist.all_reduce(passed, op=dist.ReduceOp.MIN, group=group)
         except RuntimeError as error:
-            raise RuntimeError(f"the self-test of {state.registration.name} broke off{reason}: {error}") from error
-        if not int(passed.item()):
+            names = ", ".join(f"{one.name}{why}" for one, (_, why) in zip(candidates, trials, strict=True))
+            raise RuntimeError(f"the self-test of {names} broke off: {error}") from error
+        for candidate, (_, reason), good in zip(candidates, trials, passed.tolist(), strict=True):
+            if good:
+                continue
             warn_once(
                 f"the stock exchange is used on a group of {dist.get_world_size(group)} ranks, backend {state.backend}"
-                f": {state.registration.name} failed its self-test on this rank or another{reason}"
+                f": {candidate.name} failed its self-test on this rank or another{reason}"
             )
-            state.registration = registry.REFERENCE
+            if state.registration is candidate:
+                state.registration = registry.REFERENCE
+            if state.by_size is not None:
+                state.by_size = state.by_size.without([candidate.name])
         state.proven = True
     if not state.used:
         state.used = True
@@ -184,7 +241,7 @@ def prove(state: GroupState, group: Any, device: torch.device) -> None:
             "first exchange of a group: %d ranks, backend %s, exchange %s%s",
             dist.get_world_size(group),
             state.backend,
-            state.registration.name,
+            f"{state.name} {state.by_size}" if state.name == config.AUTO else state.name,
             ", checked across ranks" if state.check else "",
         )
 

@@ -11,7 +11,8 @@ from functools import partial
 FLAG = "VLLM_MUSA_HEADPAR"
 EXCHANGE = "VLLM_MUSA_HEADPAR_EXCHANGE"
 CHECK = "VLLM_MUSA_HEADPAR_CHECK"
-VARIABLES = (FLAG, EXCHANGE, CHECK)
+PROFILE = "VLLM_MUSA_HEADPAR_PROFILE"
+VARIABLES = (FLAG, EXCHANGE, CHECK, PROFILE)
 
 AUTO = "auto"
 _OFF = ("", "0", "false", "off", "no")
@@ -29,6 +30,7 @@ class Settings:
         exchange: an implementation's name as it was written, or "auto". Resolved at the first exchange of a group,
             where capitals do not matter.
         check: compare the ranks' exchanges before each one.
+        profile: path of a profile that "auto" follows, or None.
         problems: sentences on values that are not allowed; each stands for its default then.
     """
 
@@ -36,6 +38,7 @@ class Settings:
     strict: bool = False
     exchange: str = AUTO
     check: bool = False
+    profile: str | None = None
     problems: tuple[str, ...] = ()
 
 
@@ -55,6 +58,7 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
         strict=_plain(flag) == _STRICT,
         exchange=AUTO if _plain(exchange) in ("", AUTO) else exchange,
         check=_plain(check) in _ON,
+        profile=environ.get(PROFILE, "").strip() or None,
         problems=tuple(problems),
     )
 

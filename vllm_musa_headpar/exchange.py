@@ -140,7 +140,7 @@ def dispatch_each(
 
 def launches_together(group: Any, device: torch.device) -> bool:
     """Whether several exchanges of a group are one launch. Its ranks settle that at first use."""
-    return agreement.state_of(group, device).registration.together is not None
+    return any(candidate.together is not None for candidate in agreement.state_of(group, device).candidates)
 
 
 def undispatch(tensor: Tensor, group: Any, layout: HeadParallelLayout, heads: int, parts: int = 1) -> Tensor:
@@ -189,7 +189,7 @@ def _run(exchanges: Sequence[blocks.Exchange], group: Any, layout: HeadParallelL
         agreement.publish_refusal(group, first.result, first.name, error)
         raise
     if state.check:
-        agreement.compare(group, first.name, _note(exchanges, layout, state.registration.name))
+        agreement.compare(group, first.name, _note(exchanges, layout, state.name))
     results = [exchange.result for exchange in exchanges]
     moving = [exchange for exchange in exchanges if exchange.numel]
     if not moving:
@@ -199,9 +199,9 @@ def _run(exchanges: Sequence[blocks.Exchange], group: Any, layout: HeadParallelL
         if not state.used:
             agreement.prove(state, group, device)
             used = state.registration
-        moved = sum(exchange.numel * exchange.result.element_size() for exchange in moving)
-        if moved < state.min_message_bytes * layout.world_size**2 * len(moving):
-            used = registry.REFERENCE
+        if state.by_size is not None:
+            moved = sum(exchange.numel * exchange.result.element_size() for exchange in moving)
+            used = state.by_size.at(first.name, moved / (layout.world_size**2 * len(moving)))
         if _profiling():  # without a profiler a range costs more than a small exchange's copy
             with record_function(f"headpar.{first.name}"):
                 _carry_out(used, moving, group)

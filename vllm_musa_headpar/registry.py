@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ class Registration:
     backends: frozenset[str] = frozenset()
     priority: int = 0
     unusable: Unusable | None = None
-    min_message_bytes: Mapping[str, int] = field(default_factory=dict)
     together: Together | None = None
 
 
@@ -39,7 +38,6 @@ def register_head_parallel_exchange(
     backends: Iterable[str],
     priority: int = 0,
     unusable: Unusable | None = None,
-    min_message_bytes: Mapping[str, int] | None = None,
     together: Together | None = None,
 ) -> None:
     """Make an exchange implementation known.
@@ -51,8 +49,6 @@ def register_head_parallel_exchange(
         priority: the highest one that claims a backend is selected there, ties by name.
         unusable: asked at the first exchange of a group with the group, the tensors' device and the backend;
             a sentence why the implementation must not be used there, or None.
-        min_message_bytes: by backend; exchanges whose messages are smaller, in the mean over all pairs of ranks,
-            go through the reference there.
         together: `(Exchanges, ProcessGroup) -> Pending`, several exchanges in one launch, if it can.
 
     Raises:
@@ -85,7 +81,6 @@ def register_head_parallel_exchange(
         frozenset(map(str.lower, claimed)),
         priority,
         unusable,
-        dict(min_message_bytes or {}),
         together,
     )
 
@@ -170,7 +165,6 @@ register_head_parallel_exchange(
     backends=("mccl",),
     priority=10,
     unusable=p2p.unusable,
-    min_message_bytes=p2p.MIN_MESSAGE_BYTES,
     together=p2p.together,
 )
 REFERENCE = _registrations[reference.NAME]

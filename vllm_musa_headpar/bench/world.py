@@ -182,7 +182,7 @@ def group_using(exchange: str, world: World) -> tuple[Any, str]:
     layout = HeadParallelLayout((1,) * world.size, world.rank)
     with exchange_setting(exchange):
         scatter_heads_gather_tokens(torch.zeros(1, world.size, 1, device=world.device), group, layout)
-    return group, agreement.state_of(group, world.device).registration.name
+    return group, agreement.state_of(group, world.device).name
 
 
 def same_bytes(left: Tensor, right: Tensor) -> bool:

@@ -23,10 +23,6 @@ from ..blocks import Exchange, Side
 
 NAME = "p2p"
 
-# Gloo does not coalesce: every message is posted and waited for by itself, which below this size costs more than
-# the saved copies (measured, docs/performance.md). On MCCL a batch is one launch of any size.
-MIN_MESSAGE_BYTES = {"gloo": 256 * 1024}
-
 # The classes of group whose batches `batch_isend_irecv` makes one launch: exactly this one in torch, which asks for the
 # type itself and not for a class derived from it. Who replaces that function for a class of their own adds it.
 GROUPED: set[type] = {dist.ProcessGroup}
