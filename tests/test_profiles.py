@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -19,13 +20,16 @@ from vllm_musa_headpar import (
     HeadParallelLayout,
     agreement,
     choice,
+    config,
+    diagnosis,
     log,
+    plugin,
     profiles,
     registry,
     scatter_heads_gather_tokens,
     scatter_tokens_gather_heads,
 )
-from vllm_musa_headpar.config import CHECK, EXCHANGE, PROFILE
+from vllm_musa_headpar.config import CHECK, EXCHANGE, FLAG, PROFILE
 from vllm_musa_headpar.testing.counters import counting
 
 pytestmark = pytest.mark.cpu
@@ -403,3 +407,45 @@ def test_what_one_rank_cannot_use_is_replaced_on_all(ranks: RankPool, tmp_path: 
         assert lines[0].endswith(
             "in the place of the profile's third on a group of 2 ranks, backend gloo: no memory left"
         )
+
+
+# --- What the user sees ---------------------------------------------------------------------------------
+
+
+def test_the_doctor_tells_what_the_profile_says_for_magi2(tmp_path: Path) -> None:
+    points = [("dispatch", 4 * KIB, "all_to_all"), ("dispatch", 10 << 20, "p2p"), ("return", KIB, "all_to_all")]
+    path = write(tmp_path / "p.json", measurement(points, ranks=8))
+    digest = profiles.load(path).digest[:16]
+
+    def check(**changed: Any) -> diagnosis.Check:
+        plain = config.Settings(enabled=True, profile=path)
+        return diagnosis._check_profile(dataclasses.replace(plain, **changed), {"gloo": "all_to_all"})
+
+    found = check()
+    assert found.verdict == "ok"
+    assert found.seen == (
+        f"auto follows {path}, digest {digest}. For MAGI-2: 8 ranks, gloo on cpu: MoE dispatch (2.71 MiB per message) "
+        "p2p, MoE return (2.71 MiB per message) all_to_all, attention dispatch (8.13 MiB per message) p2p, "
+        "attention return (2.71 MiB per message) all_to_all"
+    )
+    assert check(profile=None).verdict == "information"
+    named = check(exchange="p2p")
+    assert named.verdict == "warning"
+    assert named.seen.startswith(f"is not followed: {EXCHANGE} names an exchange")
+    wrong = check(profile=str(tmp_path))
+    assert (wrong.verdict, wrong.seen) == (
+        "warning",
+        f"{profiles.once(str(tmp_path))}: auto goes by the backend, without a profile",
+    )
+    assert "tune --out" in wrong.todo
+    assert check(profile=str(tmp_path), strict=True).verdict == "problem"
+
+
+def test_strict_mode_refuses_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "_switch_on", lambda settings: [])
+    with environment(**{FLAG: "strict", PROFILE: str(tmp_path)}), pytest.raises(plugin.StrictModeError) as raised:
+        plugin.register()
+    assert str(raised.value) == f"{PROFILE}: {profiles.once(str(tmp_path))}"
+    with environment(**{FLAG: "1", PROFILE: str(tmp_path)}), Said() as lines:
+        plugin.register()
+    assert lines == [], "the ranks tell at the first exchange, once and with their names"

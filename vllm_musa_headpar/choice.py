@@ -147,6 +147,28 @@ def limit(registration: Registration, backend: str | None, device: torch.device,
     )
 
 
+# MAGI-2's request of 10 s at 272p, packed: tokens of all ranks, bytes of one token's activations in bfloat16.
+MAGI2_TOKENS, MAGI2_TOKEN_BYTES = 29_616, 3072 * 2
+# What each exchange moves of these; queries, keys and values go together.
+MAGI2_EXCHANGES = (
+    ("MoE", "dispatch", 1),
+    ("MoE", "return", 1),
+    ("attention", "dispatch", 3),
+    ("attention", "return", 1),
+)
+
+
+def for_magi2(measured: profiles.Measurement) -> str:
+    """What a measurement says for MAGI-2's exchanges, in words."""
+    ranks = measured.ranks or 8
+    told = []
+    for part, direction, tensors in MAGI2_EXCHANGES:
+        mean = tensors * MAGI2_TOKENS * MAGI2_TOKEN_BYTES / ranks**2
+        used = [step.exchange for step in measured.steps(direction) if step.start <= mean]
+        told.append(f"{part} {direction} ({size(mean)} per message) {used[-1] if used else 'not measured'}")
+    return f"{ranks} ranks, {measured.backend} on {measured.device}: {', '.join(told)}"
+
+
 def device_name(device: torch.device) -> str:
     """Name of a device as torch has it, "MTT S5000" for example; the type of one that has none, "cpu"."""
     if device.type == "cpu":

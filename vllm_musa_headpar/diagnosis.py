@@ -119,6 +119,7 @@ def diagnose() -> Diagnosis:
         _check_loading(loading, settings, records),
         _check_records(records, no_records, called),
         _check_exchange(settings, exchange),
+        _check_profile(settings, exchange),
         _check_cross_rank(settings),
     ]
     why = [f"{check.name}: {check.seen}" for check in checks if check.verdict == PROBLEM]
@@ -494,6 +495,27 @@ def _check_exchange(settings: config.Settings, exchange: dict[str, str]) -> Chec
     if settings.strict:
         return Check(config.EXCHANGE, PROBLEM, f"{seen}: in strict mode the first exchange raises", todo)
     return Check(config.EXCHANGE, WARNING, f"{seen}, so auto is used: {told}", todo)
+
+
+def _check_profile(settings: config.Settings, exchange: dict[str, str]) -> Check:
+    if settings.profile is None:
+        return Check(config.PROFILE, INFORMATION, "is unset: auto goes by the backend alone")
+    if not exchange:
+        return Check(config.PROFILE, INFORMATION, f"is {settings.profile!r}; cannot be looked up without torch")
+    from . import choice
+
+    profile = choice.read(settings.profile)
+    if isinstance(profile, str):
+        todo = f"measure one: vllm-musa-headpar tune --out FILE.json; or unset {config.PROFILE}"
+        if settings.strict:
+            return Check(config.PROFILE, PROBLEM, f"{profile}: in strict mode a server does not start", todo)
+        return Check(config.PROFILE, WARNING, f"{profile}: auto goes by the backend, without a profile", todo)
+    told = "; ".join(map(choice.for_magi2, profile.measurements)) or "it has no measurement"
+    seen = f"{settings.profile}, digest {profile.digest[:16]}. For MAGI-2: {told}"
+    if settings.exchange != config.AUTO:
+        todo = f"unset {config.EXCHANGE} to follow the profile"
+        return Check(config.PROFILE, WARNING, f"is not followed: {config.EXCHANGE} names an exchange. {seen}", todo)
+    return Check(config.PROFILE, OK, f"auto follows {seen}")
 
 
 def _check_cross_rank(settings: config.Settings) -> Check:

@@ -11,7 +11,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from . import config
+from . import config, profiles
 from .log import forget, logger, warn_once
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ def register() -> None:
         config.announce_to_vllm()
     settings = config.read()
     problems = list(settings.problems)
+    if settings.strict and settings.profile is not None:  # else the ranks say at the first exchange whose is wrong
+        read = profiles.once(settings.profile)
+        problems += [f"{config.PROFILE}: {read}"] if isinstance(read, str) else []
     if settings.enabled:
         try:
             with _lock:
