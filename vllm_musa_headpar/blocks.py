@@ -339,6 +339,7 @@ class Exchange:
         name: "dispatch" or "return".
         send: what goes out. Owned by the caller, not to be written.
         recv: where it arrives, freshly allocated memory.
+        layout: whose tokens and heads.
         numel: elements that the tensors of all ranks have together, the same number on every rank.
         result: what the caller gets; the receive side's parts are this tensor or views of it.
 
@@ -346,10 +347,13 @@ class Exchange:
         rank: this rank in the group.
     """
 
-    __slots__ = ("name", "numel", "rank", "recv", "result", "send")
+    __slots__ = ("layout", "name", "numel", "rank", "recv", "result", "send")
 
-    def __init__(self, name: str, send: Side, recv: Side, numel: int, result: Tensor) -> None:
+    def __init__(
+        self, name: str, send: Side, recv: Side, layout: HeadParallelLayout, numel: int, result: Tensor
+    ) -> None:
         self.name = name
+        self.layout = layout
         self.send = send
         self.recv = recv
         self.numel = numel
@@ -402,7 +406,7 @@ def dispatch(
         arriving = result.narrow(-2, 0, local_heads)
         result.narrow(-2, local_heads, room - local_heads).zero_()
     recv = Side(sides.inner, (arriving,), dtype, fresh=arriving is result)
-    return Exchange("dispatch", Side(sides.outer, parts, dtype), recv, sides.numel, result)
+    return Exchange("dispatch", Side(sides.outer, parts, dtype), recv, layout, sides.numel, result)
 
 
 def undispatch(tensor: Tensor, layout: HeadParallelLayout, heads: int, parts: int = 1) -> Exchange:
@@ -424,4 +428,4 @@ def undispatch(tensor: Tensor, layout: HeadParallelLayout, heads: int, parts: in
     else:
         result = tensor.new_empty((*leading, layout.local_tokens, parts, heads, dim))
         recv = Side(sides.outer, result.unbind(-3), tensor.dtype)
-    return Exchange("return", send, recv, sides.numel, result)
+    return Exchange("return", send, recv, layout, sides.numel, result)

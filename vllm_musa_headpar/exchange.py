@@ -7,9 +7,9 @@ checked here is local, before any collective, and no agreement between ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from . import agreement, blocks, registry
+from . import agreement, blocks, ops, registry
 from .errors import DisagreementError, ExchangeError
 from .layout import HeadParallelLayout
 
@@ -42,6 +42,8 @@ def scatter_heads_gather_tokens(tensor: Tensor, group: Any, layout: Any) -> Tens
         TypeError: likewise, where one of them is no such thing at all.
         ExchangeError: the exchange failed on its way.
     """
+    if torch.compiler.is_compiling() and len(layout.token_counts) > 1 and group is not None:
+        return _traced(tensor, group, layout, inward=True)
     try:
         if type(layout) is not HeadParallelLayout:
             layout = as_layout(layout)
@@ -82,6 +84,8 @@ def scatter_tokens_gather_heads(tensor: Tensor, group: Any, layout: Any) -> Tens
         TypeError: likewise, where one of them is no such thing at all.
         ExchangeError: the exchange failed on its way.
     """
+    if torch.compiler.is_compiling() and len(layout.token_counts) > 1 and group is not None:
+        return _traced(tensor, group, layout, inward=False)
     try:
         if type(layout) is not HeadParallelLayout:
             layout = as_layout(layout)
@@ -102,6 +106,17 @@ def scatter_tokens_gather_heads(tensor: Tensor, group: Any, layout: Any) -> Tens
     return undispatch(tensor, group, layout, heads)
 
 
+def _traced(tensor: Tensor, group: Any, layout: Any, *, inward: bool) -> Tensor:
+    """One of the two functions above as an operator; it makes their checks when the graph runs."""
+    counts = layout.token_counts
+    replicas, heads = getattr(layout, "replica_counts", None), getattr(layout, "head_counts", None)
+    if inward:
+        return ops.dispatch((tensor,), counts, layout.rank, group, replica_counts=replicas, head_counts=heads)
+    shards = len(counts) if replicas is None else len(counts) // len(replicas[0])
+    outer_heads = shards * tensor.shape[1] if heads is None else sum(heads)
+    return ops.undispatch(tensor, counts, layout.rank, group, outer_heads, replica_counts=replicas, head_counts=heads)
+
+
 def dispatch(
     parts: tuple[Tensor, ...], group: Any, layout: HeadParallelLayout, dtype: torch.dtype, room: int | None = None
 ) -> Tensor:
@@ -116,7 +131,7 @@ def dispatch(
         `[owned_tokens, sum of local heads_i, dim]`, the batch in front: the parts side by side on the head axis.
     """
     with _no_grad():
-        return _run((blocks.dispatch(parts, layout, dtype, room),), group, layout)[0]
+        return _run((blocks.dispatch(parts, layout, dtype, room),), group)[0]
 
 
 def dispatch_each(
@@ -127,7 +142,7 @@ def dispatch_each(
 
     Args:
         tensors: as for `dispatch`, each of any shape and element type of its own.
-        layouts: one per tensor, differing in their heads only.
+        layouts: one per tensor.
         rooms: one per tensor.
     """
     with _no_grad():
@@ -135,7 +150,7 @@ def dispatch_each(
             blocks.dispatch((tensor,), layout, tensor.dtype, room)
             for tensor, layout, room in zip(tensors, layouts, rooms, strict=True)
         ]
-        return _run(exchanges, group, layouts[0])
+        return _run(exchanges, group)
 
 
 def launches_together(group: Any, device: torch.device) -> bool:
@@ -152,7 +167,7 @@ def undispatch(tensor: Tensor, group: Any, layout: HeadParallelLayout, heads: in
             `[local_tokens, parts, heads, dim]`.
     """
     with _no_grad():
-        return _run((blocks.undispatch(tensor, layout, heads, parts),), group, layout)[0]
+        return _run((blocks.undispatch(tensor, layout, heads, parts),), group)[0]
 
 
 def _no_grad() -> AbstractContextManager[Any]:
@@ -179,7 +194,7 @@ def discover_counts(local_tokens: int, group: Any, device: torch.device) -> tupl
         raise ExchangeError(f"head-parallel count discovery with {local_tokens} own tokens failed: {error}") from error
 
 
-def _run(exchanges: Sequence[blocks.Exchange], group: Any, layout: HeadParallelLayout) -> list[Tensor]:
+def _run(exchanges: Sequence[blocks.Exchange], group: Any) -> list[Tensor]:
     """Carry out exchanges of one direction; in one launch where there are several and the implementation can."""
     first = exchanges[0]
     device = first.result.device
@@ -189,7 +204,7 @@ def _run(exchanges: Sequence[blocks.Exchange], group: Any, layout: HeadParallelL
         agreement.publish_refusal(group, first.result, first.name, error)
         raise
     if state.check:
-        agreement.compare(group, first.name, _note(exchanges, layout, state.name))
+        agreement.compare(group, first.name, _note(exchanges, state.name))
     results = [exchange.result for exchange in exchanges]
     moving = [exchange for exchange in exchanges if exchange.numel]
     if not moving:
@@ -201,7 +216,7 @@ def _run(exchanges: Sequence[blocks.Exchange], group: Any, layout: HeadParallelL
             used = state.registration
         if state.by_size is not None:
             moved = sum(exchange.numel * exchange.result.element_size() for exchange in moving)
-            used = state.by_size.at(first.name, moved / (layout.world_size**2 * len(moving)))
+            used = state.by_size.at(first.name, moved / (first.world_size**2 * len(moving)))
         if _profiling():  # without a profiler a range costs more than a small exchange's copy
             with record_function(f"headpar.{first.name}"):
                 _carry_out(used, moving, group)
@@ -225,17 +240,23 @@ def _carry_out(used: registry.Registration, exchanges: Sequence[blocks.Exchange]
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-def _note(exchanges: Sequence[blocks.Exchange], layout: HeadParallelLayout, implementation: str) -> dict[str, Any]:
+def _note(exchanges: Sequence[blocks.Exchange], implementation: str) -> dict[str, Any]:
     """What all ranks must bring alike. Heads are those of the outer side, which every rank can tell."""
     outers = [exchange.send if exchange.name == "dispatch" else exchange.recv for exchange in exchanges]
+
+    def of_each(values: Iterable[Any]) -> Any:
+        """The one value, or a list of several."""
+        found = list(values)
+        return found[0] if len(found) == 1 else found
+
     return {
-        "tokens": layout.token_counts,
-        "replicas": layout.replica_counts,
-        "head_counts": layout.head_counts,
-        "batch": [outer.grid.batch for outer in outers],
+        "tokens": of_each(exchange.layout.token_counts for exchange in exchanges),
+        "replicas": of_each(exchange.layout.replica_counts for exchange in exchanges),
+        "head_counts": of_each(exchange.layout.head_counts for exchange in exchanges),
+        "batch": of_each(outer.grid.batch for outer in outers),
         "heads": [heads for outer in outers for _, heads in outer.grid.shapes],
-        "dim": [outer.grid.dim for outer in outers],
-        "dtype": [str(exchange.result.dtype) for exchange in exchanges],
+        "dim": of_each(outer.grid.dim for outer in outers),
+        "dtype": of_each(str(exchange.result.dtype) for exchange in exchanges),
         "device": exchanges[0].result.device.type,
         "implementation": implementation,
     }
@@ -278,11 +299,11 @@ def extension_of(layout: Any) -> str | None:
 @lru_cache(maxsize=32)
 def _further_fields(kind: Any) -> tuple[tuple[str, Any], ...]:
     """The fields of a layout's class that the contract does not have, with their defaults."""
+    own = {field.name for field in dataclasses.fields(HeadParallelLayout)}
+    if not issubclass(kind, HeadParallelLayout):
+        own.remove("head_counts")  # this package's own; what another contract means by it is not known
     if not dataclasses.is_dataclass(kind):
         return ()
-    own = {field.name for field in dataclasses.fields(HeadParallelLayout)}
-    if HeadParallelLayout not in kind.__mro__:
-        own.remove("head_counts")  # this package's own; what another contract means by it is not known
     return tuple(
         (field.name, _REQUIRED if field.default is dataclasses.MISSING else field.default)
         for field in dataclasses.fields(kind)
@@ -295,32 +316,43 @@ _REQUIRED = object()  # no value equals it: a field that must be given is always
 
 @lru_cache(maxsize=512)
 def cached_layout(
-    token_counts: tuple[int, ...], rank: int, head_counts: tuple[int, ...] | None = None
+    token_counts: tuple[int, ...],
+    rank: int,
+    head_counts: tuple[int, ...] | None = None,
+    replica_counts: tuple[tuple[int, ...], ...] | None = None,
 ) -> HeadParallelLayout:
     """A layout for callers who come with plain counts each time. All must be ints: True would pass for 1."""
-    return HeadParallelLayout(token_counts, rank, head_counts=head_counts)
+    return HeadParallelLayout(token_counts, rank, replica_counts, head_counts=head_counts)
 
 
 def require_dense(tensor: Any) -> None:
-    """Refuse what is no tensor with its elements in strided memory.
+    """Refuse what is no tensor with its elements in strided memory of its own.
 
     Raises:
         TypeError, ValueError: it is something else.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected a torch.Tensor [tokens, heads, dim], got {type(tensor).__name__}")
+    reason = why_not_dense(tensor)
+    if reason is not None:
+        raise ValueError(reason)
+
+
+def why_not_dense(tensor: Tensor) -> str | None:
+    """Why a tensor's elements are not in strided memory of its own; None if they are."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = f"{tensor.layout}, nested" if tensor.is_nested else str(tensor.layout)
-        raise ValueError(f"expected a strided tensor [tokens, heads, dim], got a tensor of layout {kind}")
+        return f"expected a strided tensor [tokens, heads, dim], got a tensor of layout {kind}"
     if tensor.is_meta:
-        raise ValueError("expected a tensor with data, got one on device meta")
+        return "expected a tensor with data, got one on device meta"
     if tensor.is_quantized:
-        raise ValueError(f"expected a tensor of plain elements, got a quantized one, {tensor.dtype}")
+        return f"expected a tensor of plain elements, got a quantized one, {tensor.dtype}"
     if not _has_memory(tensor):
-        raise ValueError(
+        return (
             f"expected a tensor whose elements are in memory of its own, got a {_kind_of(tensor)}: "
             "exchange the tensor that it wraps"
         )
+    return None
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -362,3 +394,66 @@ def _require_own_heads(tensor: Tensor, layout: HeadParallelLayout) -> None:
             f"the layout's head_counts {layout.head_counts} give rank {layout.rank} {own} heads, and all heads "
             f"together and dim must be positive: got a tensor {list(tensor.shape)}"
         )
+
+
+# --- What the operators of traced code do when their graph runs ---
+
+
+def _op_layout(
+    token_counts: Sequence[int], rank: int, head_counts: Sequence[int], replica_counts: Sequence[int] = ()
+) -> HeadParallelLayout:
+    replicas = ops.rows_of(replica_counts, len(replica_counts) // len(token_counts)) if replica_counts else None
+    return cached_layout(tuple(token_counts), rank, tuple(head_counts) if head_counts else None, replicas)
+
+
+def _op_dispatch(
+    parts: Sequence[Tensor],
+    token_counts: Sequence[int],
+    replica_counts: Sequence[int],
+    head_counts: Sequence[int],
+    rank: int,
+    room: int,
+    group_name: str,
+) -> Tensor:
+    group = ops.group_of(group_name)
+    layout = _op_layout(token_counts, rank, head_counts, replica_counts)
+    if len(parts) == 1 and parts[0].ndim == 3 and room < 0:
+        return scatter_heads_gather_tokens(parts[0], group, layout)  # with its checks
+    dtype = reduce(torch.promote_types, (part.dtype for part in parts))
+    return dispatch(tuple(parts), group, layout, dtype, None if room < 0 else room)
+
+
+def _op_dispatch_each(
+    tensors: Sequence[Tensor],
+    token_counts: Sequence[int],
+    head_counts: Sequence[int],
+    rooms: Sequence[int],
+    rank: int,
+    group_name: str,
+) -> list[Tensor]:
+    group = ops.group_of(group_name)
+    ranks = len(token_counts) // len(tensors)
+    layouts = [_op_layout(counts, rank, head_counts) for counts in ops.rows_of(token_counts, ranks)]
+    return dispatch_each(tensors, group, layouts, [None if room < 0 else room for room in rooms])
+
+
+def _op_undispatch(
+    tensor: Tensor,
+    token_counts: Sequence[int],
+    replica_counts: Sequence[int],
+    head_counts: Sequence[int],
+    rank: int,
+    heads: int,
+    parts: int,
+    group_name: str,
+) -> Tensor:
+    group = ops.group_of(group_name)
+    layout = _op_layout(token_counts, rank, head_counts, replica_counts)
+    if parts == 1 and tensor.ndim == 3:
+        return scatter_tokens_gather_heads(tensor, group, layout)  # with its checks
+    return undispatch(tensor, group, layout, heads, parts)
+
+
+ops.implement("dispatch", _op_dispatch)
+ops.implement("dispatch_each", _op_dispatch_each)
+ops.implement("undispatch", _op_undispatch)
