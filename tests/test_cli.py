@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ from vllm_musa_headpar.bench import exchange, rounds, show
 from vllm_musa_headpar.bench.exchange import Case, CaseReport, LineReport, Report
 from vllm_musa_headpar.bench.rounds import Spread, ticks
 from vllm_musa_headpar.cli.arguments import require_writable
+from vllm_musa_headpar.testing.ranks import RENDEZVOUS, RankFailure
 
 pytestmark = pytest.mark.cpu
 
@@ -285,3 +287,93 @@ def test_a_long_run_through_a_pipe_says_now_and_then_how_far_it_is(
     with rounds.progress(argparse.Namespace(rank=1), "2 ranks, gloo", 9) as advance:
         advance()
     assert capsys.readouterr().err == ""
+
+
+MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # where nothing listens
+UNSET = "unset RANK and WORLD_SIZE to have the ranks spawned here"
+
+
+@pytest.mark.parametrize(
+    ("left_over", "told"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK='0', WORLD_SIZE='2' but no MASTER_ADDR and no MASTER_PORT in the env"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_PORT='1' but no MASTER_ADDR in the environment"),
+        ({"RANK": "x", "WORLD_SIZE": "2", **MASTER}, "RANK='x', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT="),
+        ({"RANK": "", "WORLD_SIZE": "2", **MASTER}, "where RANK is no whole number of at least 0"),
+        ({"RANK": "-1", "WORLD_SIZE": "2", **MASTER}, "where RANK is no whole number of at least 0"),
+        ({"RANK": "0", "WORLD_SIZE": "two", **MASTER}, "where WORLD_SIZE is no whole number of at least 0"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "x", **MASTER}, "where LOCAL_RANK is no whole number of at l"),
+        ({"RANK": "0", "WORLD_SIZE": "2", **MASTER, "MASTER_PORT": "2x"}, "where MASTER_PORT is no whole number of at"),
+        ({"RANK": "2", "WORLD_SIZE": "2", **MASTER}, "where RANK is not below WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "1", **MASTER}, "an exchange needs at least 2 ranks, got 1 from WORLD_SIZE"),
+        # Nobody to meet there: said at the latest after the timeout, with the cause last.
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", **MASTER},
+            "2 ranks could not meet over gloo, with RANK='1', WORLD_SIZE='2', ",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", **MASTER, "MASTER_PORT": "taken"},
+            "2 ranks could not meet over gloo, with RANK",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2", **MASTER, "MASTER_PORT": "free"}, "1/2 clients joined"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", **MASTER, "MASTER_PORT": "99999"},
+            "MASTER_PORT='99999' in the environment: ",
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", [(), ("--layer",)], ids=["exchange", "layer"])
+def test_a_rendezvous_left_over_in_the_environment_ends_in_a_sentence(
+    kind: tuple[str, ...],
+    left_over: dict[str, str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in (*RENDEZVOUS, "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if left_over.get("MASTER_PORT") == "free":
+            server.close()
+        for name, value in left_over.items():
+            monkeypatch.setenv(name, str(port) if value in ("taken", "free") else value)
+        assert cli.main(["bench", *kind, "--tokens", "4", "--timeout", "1"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("vllm-musa-headpar bench: ")
+    assert told in lines[-1]
+    assert UNSET in lines[-1]
+    assert "Traceback" not in "".join(lines)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_spawned_do_not_look_at_what_torchrun_left(tmp_path: Path) -> None:
+    left_over = {"RANK": "7", "LOCAL_RANK": "x", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "x"}
+    done = run("bench", "--tokens", "4", "--rounds", "1", "--timeout", "120", **left_over)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks, gloo: 0 of 3 rounds" in done.stderr
+    assert UNSET not in done.stderr
+    done = run("selftest", **left_over, WORLD_SIZE="x")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("PASS ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [("bench", "--tokens", "4"), ("selftest",)], ids=["bench", "selftest"])
+def test_a_wrong_network_interface_ends_in_a_sentence_with_the_cause_last(command: tuple[str, ...]) -> None:
+    done = run(*command, "--timeout", "60", GLOO_SOCKET_IFNAME="nothing0")
+    assert done.returncode == 1
+    told = done.stdout if command == ("selftest",) else done.stderr
+    last = told.splitlines()[-1]
+    sentence = "2 ranks could not meet over gloo, with GLOO_SOCKET_IFNAME='nothing0' in the environment: "
+    assert sentence in last
+    assert last.endswith("Unable to find address for: nothing0")
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_the_cause_of_a_failure_is_the_first_ranks_error() -> None:
+    traceback = "Traceback (most recent call last):\n  File\nsome.CommError: lost\nException raised from x\nframe #0: y"
+    failure = RankFailure({2: traceback, 0: "the process died with exit code -9", 1: traceback})
+    assert failure.cause == "rank 2: some.CommError: lost"
+    assert str(failure) == f"rank 0: the process died with exit code -9\nranks 1, 2: {traceback}"
+    assert RankFailure({0: "2 ranks could not meet: why"}).cause == "rank 0: 2 ranks could not meet: why"

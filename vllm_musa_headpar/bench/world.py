@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -21,10 +22,10 @@ from .. import agreement, config
 from ..exchange import scatter_heads_gather_tokens
 from ..layout import HeadParallelLayout
 from ..testing.counters import Counts
-from ..testing.ranks import run_ranks
+from ..testing.ranks import RENDEZVOUS, RankError, default_group, run_ranks
 
 
-class BenchError(RuntimeError):
+class BenchError(RankError):
     """The bench cannot run as asked; the message says why."""
 
 
@@ -82,8 +83,17 @@ class World:
 
 
 def ranks_here(nproc: int) -> int:
-    """Number of ranks that `launch` will have: torchrun's, where there is one, else `nproc`."""
-    return int(os.environ["WORLD_SIZE"]) if _under_torchrun() else nproc
+    """Number of ranks that `launch` will have: torchrun's, where there is one, else `nproc`.
+
+    Raises:
+        BenchError: too few, or the variables that torchrun sets do not describe a world.
+    """
+    world = _torchrun_world()
+    size = nproc if world is None else world[1]
+    if size < 2:
+        told = "" if world is None else f" from WORLD_SIZE; {_UNSET}"
+        raise BenchError(f"an exchange needs at least 2 ranks, got {size}{told}")
+    return size
 
 
 def launch(function: Callable[..., Any], nproc: int, backend: str, timeout: float, *args: Any) -> Any:
@@ -99,20 +109,54 @@ def launch(function: Callable[..., Any], nproc: int, backend: str, timeout: floa
         What rank 0 returned; None on the other ranks of a torchrun world.
 
     Raises:
-        BenchError: mccl without a MUSA device.
+        BenchError: mccl without a MUSA device, too few ranks, or the ranks of a torchrun world could not meet.
         RankFailure: a rank spawned here failed, or the time is over.
     """
     if backend == "mccl" and not has_musa():
         raise BenchError("backend mccl needs a MUSA device, and torch finds none: use --backend gloo")
-    if not _under_torchrun():
+    ranks_here(nproc)
+    world = _torchrun_world()
+    if world is None:
         return run_ranks(_rank, nproc, function, backend, timeout, args, timeout=timeout)[0]
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    result = run_rank(function, rank, size, "env://", backend, timeout, args)
+    rank, size = world
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # not torchrun: others may never come
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        print(f"rank {rank} waits for {size} ranks to meet at {where}; {_UNSET}", file=sys.stderr, flush=True)
+    try:
+        result = run_rank(function, rank, size, "env://", backend, timeout, args)
+    except BenchError:
+        raise
+    except RankError as error:
+        raise BenchError(f"{_UNSET}, or start all of them with torchrun: {error}") from error
     return result if rank == 0 else None
 
 
-def _under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+_UNSET = "unset RANK and WORLD_SIZE to have the ranks spawned here"
+
+
+def _torchrun_world() -> tuple[int, int] | None:
+    """This process's rank and the number of ranks as torchrun tells them; None where it does not.
+
+    Raises:
+        BenchError: what it tells is incomplete or no world.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    told = ", ".join(f"{name}={os.environ[name]!r}" for name in RENDEZVOUS if name in os.environ)
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise BenchError(
+            f"{told} but no {' and no '.join(missing)} in the environment: start with torchrun, or {_UNSET}"
+        )
+    numbers = {}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"):
+        value = os.environ.get(name, "0")
+        if not value.isdecimal():
+            raise BenchError(f"{told} in the environment, where {name} is no whole number of at least 0: {_UNSET}")
+        numbers[name] = int(value)
+    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        raise BenchError(f"{told} in the environment, where RANK is not below WORLD_SIZE: {_UNSET}")
+    return numbers["RANK"], numbers["WORLD_SIZE"]
 
 
 def _rank(
@@ -137,14 +181,10 @@ def run_rank(
     args: tuple[Any, ...],
 ) -> Any:
     """One rank: join the world, call `function(world, *args)` and leave."""
-    backend, device = _device(backend, int(os.environ.get("LOCAL_RANK", rank)))
-    dist.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
-    )
-    try:
+    local_rank = int(os.environ.get("LOCAL_RANK", rank)) if init_method == "env://" else rank
+    backend, device = _device(backend, local_rank)
+    with default_group(rank, size, init_method, backend, timeout):
         return function(World(rank, size, backend, device, timeout), *args)
-    finally:
-        dist.destroy_process_group()
 
 
 def _device(backend: str, index: int) -> tuple[str, torch.device]:

@@ -132,20 +132,16 @@ def _cases(arguments: argparse.Namespace) -> tuple[Any, ...]:
     from ..bench.rounds import ticks
     from ..bench.world import ranks_here
 
-    size = ranks_here(arguments.nproc)
+    size = ranks_here(len(arguments.counts) if arguments.counts else arguments.nproc)
     every = [(count,) * size for count in (ticks(arguments.tokens) if arguments.plot else [arguments.tokens])]
     if arguments.counts:
         if arguments.plot:
             raise ValueError("--plot draws times over the tokens per rank: give --tokens, not --counts")
-        counts = arguments.counts
-        size = ranks_here(len(counts))
-        if len(counts) != size:
-            raise ValueError(f"--counts has {len(counts)} ranks' tokens, but there are {size} ranks")
-        every = [counts]
+        if len(arguments.counts) != size:
+            raise ValueError(f"--counts has {len(arguments.counts)} ranks' tokens, but there are {size} ranks")
+        every = [arguments.counts]
     if not sum(every[0]):
         raise ValueError("there is nothing to exchange: all token counts are 0")
-    if size < 2:
-        raise ValueError(f"an exchange needs at least 2 ranks, got {size}")
     heads = arguments.heads or -(-HEADS // size) * size
     if heads % size:
         raise ValueError(f"--heads {heads} must be divisible by the {size} ranks: the stock formula needs that")

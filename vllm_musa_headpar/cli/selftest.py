@@ -55,7 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
             two_worker.work, arguments.nproc, backend, arguments.simulate_musa, arguments.timeout, timeout=limit
         )
     except RankFailure as failure:
-        print(f"{failure}\nFAIL the workers did not finish")
+        print(f"{failure}\nFAIL the workers did not finish: {failure.cause}")
+        return 1
+    except OSError as error:  # no folder for what the workers share, or no process for them
+        print(f"FAIL the workers could not be started: {error}")
         return 1
     return _print_results(by_rank)
 

@@ -8,16 +8,47 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 
+class RankError(RuntimeError):
+    """What a rank raises where the message is the whole story, and a traceback would only hide it."""
+
+
 class RankFailure(RuntimeError):
-    """One or more ranks raised, died or did not finish in time. The message has each one's story."""
+    """One or more ranks raised, died or did not finish in time. The message has each one's story.
+
+    Attributes:
+        cause: the first one's error, in a line.
+    """
+
+    def __init__(self, stories: Mapping[int, str]) -> None:
+        """Of each rank's story, the first that came in first."""
+        first = next(iter(stories))
+        self.cause = f"rank {first}: {_error_in(stories[first])}"
+        told: dict[str, list[int]] = {}
+        for rank in sorted(stories):
+            told.setdefault(stories[rank].rstrip(), []).append(rank)
+        super().__init__("\n".join(f"{_ranks(ranks)}: {story}" for story, ranks in told.items()))
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _error_in(story: str) -> str:
+    """The line of a traceback that names the error; errors of torch go on behind it."""
+    lines = story.strip().splitlines()
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Failure|Interrupt|Exit)\b", line)]
+    return (errors or lines or ["no story"])[-1]
 
 
 def _child(
@@ -25,10 +56,47 @@ def _child(
 ) -> None:
     try:
         result = (True, function(rank, nproc, store, *args))
+    except RankError as error:
+        result = (False, str(error))
     except BaseException:
         result = (False, traceback.format_exc())
     out.send(result)
     out.close()
+
+
+# Variables that say where ranks meet; torchrun sets the first five.
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextmanager
+def default_group(rank: int, size: int, init_method: str, backend: str, timeout: float) -> Iterator[None]:
+    """The default process group for the time of the block.
+
+    Args:
+        init_method: "env://", or "file://" and a path.
+        timeout: seconds after which the group gives up.
+
+    Raises:
+        RankError: the ranks could not meet: the environment variables that say where, and the cause.
+    """
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group(
+            backend, init_method=init_method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        names = [name for name in sorted(os.environ) if name.endswith("_SOCKET_IFNAME")]
+        names += [name for name in RENDEZVOUS if init_method == "env://" and name in os.environ]
+        told = ", ".join(f"{name}={os.environ[name]!r}" for name in names)
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RankError(
+            f"{size} ranks could not meet over {backend}{f', with {told} in the environment' if told else ''}: {cause}"
+        ) from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def run_ranks(function: Callable[..., Any], nproc: int, *args: Any, timeout: float = 60.0) -> list[Any]:
@@ -91,7 +159,7 @@ def results_of(receivers: list[Connection], processes: list[Any], timeout: float
             if failures:
                 deadline = min(deadline, time.monotonic() + grace)
     for rank in pending.values():
-        failures[rank] = "still running at the time limit, killed"
+        failures[rank] = f"still running at the time limit of {timeout:g} s, killed"
     if failures:
-        raise RankFailure("\n".join(f"rank {rank}: {failures[rank].rstrip()}" for rank in sorted(failures)))
+        raise RankFailure(failures)
     return [results[rank] for rank in range(len(receivers))]

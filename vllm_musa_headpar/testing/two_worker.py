@@ -9,7 +9,6 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 with suppress(ImportError):
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from ..layout import HeadParallelLayout
 from .counters import counting
+from .ranks import default_group
 
 DIM = 8
 HEADS_PER_RANK = 2
@@ -321,13 +321,8 @@ def work(rank: int, size: int, store: str, backend: str, simulate: bool, timeout
 
         load_omni_general_plugins()
     device = _device(backend, rank)
-    dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
-    )
-    try:
+    with default_group(rank, size, f"file://{store}", backend, timeout):
         return run(Worker(rank, size, dist.group.WORLD, device), has_host)
-    finally:
-        dist.destroy_process_group()
 
 
 def _device(backend: str, rank: int) -> torch.device:
