@@ -218,9 +218,9 @@ def run_model(
 
 def used_exchanges(groups: Iterable[Any]) -> set[str]:
     """What those of these groups that have exchanged anything settled on."""
-    from vllm_musa_headpar import agreement
+    from vllm_musa_headpar.agreement import first_use
 
-    return {state.registration.name for group in groups for state in agreement._states.get(group, {}).values()}
+    return {state.registration.name for group in groups for state in first_use.states.get(group, {}).values()}
 
 
 @dataclass(frozen=True)

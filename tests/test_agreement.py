@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from pool import environment, process_group
 
-from vllm_musa_headpar import agreement, registry, scatter_heads_gather_tokens, scatter_tokens_gather_heads
+from vllm_musa_headpar import registry, scatter_heads_gather_tokens, scatter_tokens_gather_heads
+from vllm_musa_headpar.agreement import first_use
 from vllm_musa_headpar.blocks import Exchange
 from vllm_musa_headpar.errors import DisagreementError
 from vllm_musa_headpar.host import magi2
@@ -161,7 +162,7 @@ def unlike_ranks(rank: int, nproc: int, store: str) -> list[str]:
     def unsure(group: Any, device: torch.device, backend: str) -> str | None:
         raise KeyError("no such cable")
 
-    version: Any = mock.patch.object(agreement, "_version", return_value=f"0.{rank}")
+    version: Any = mock.patch.object(first_use, "__version__", f"0.{rank}")
     for keywords, patch in (({}, version), ({"unusable": unusable}, None), ({"unusable": unsure}, None)):
         with (
             process_group(rank, nproc, f"{store}{len(told)}"),
@@ -688,7 +689,7 @@ def gives_up_and_comes_again(rank: int, nproc: int, store: str) -> list[list[int
     """Rank 0 gives up, then meets again; rank 1 comes only then. Both must have both notes."""
     from datetime import timedelta
 
-    from vllm_musa_headpar.board import board_of
+    from vllm_musa_headpar.agreement.board import board_of
     from vllm_musa_headpar.errors import DisagreementError
 
     with process_group(rank, nproc, store) as group:

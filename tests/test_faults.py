@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from pool import environment, process_group, use_p2p_for_all_sizes
 
-from vllm_musa_headpar import agreement, scatter_heads_gather_tokens, scatter_tokens_gather_heads
+from vllm_musa_headpar import scatter_heads_gather_tokens, scatter_tokens_gather_heads
+from vllm_musa_headpar.agreement import first_use
 from vllm_musa_headpar.errors import ExchangeError
 from vllm_musa_headpar.host import magi2
 from vllm_musa_headpar.implementations import p2p
@@ -400,7 +401,7 @@ def nothing_left(rank: int, nproc: int, store: str) -> tuple[int, int]:
     import gc
 
     gc.collect()
-    states, abandoned = len(agreement._states), len(p2p._abandoned)  # of groups that torch itself still holds
+    states, abandoned = len(first_use.states), len(p2p._abandoned)  # of groups that torch itself still holds
     for round_number in range(3):
         with (
             environment(VLLM_MUSA_HEADPAR_EXCHANGE="p2p"),
@@ -410,7 +411,7 @@ def nothing_left(rank: int, nproc: int, store: str) -> tuple[int, int]:
             if rank == 0:
                 outcome(lambda: round_trip(dist.group.WORLD, (1, 2)))  # its peer does not come
     gc.collect()
-    return len(agreement._states) - states, len(p2p._abandoned) - abandoned
+    return len(first_use.states) - states, len(p2p._abandoned) - abandoned
 
 
 def test_groups_that_are_gone_leave_nothing_behind(ranks: Any) -> None:

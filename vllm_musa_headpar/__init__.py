@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from .exchange import scatter_heads_gather_tokens, scatter_tokens_gather_heads
     from .layout import HeadParallelLayout, replica_token_counts
     from .plugin import register, report
     from .registry import register_head_parallel_exchange
-
-__version__ = "0.1.0"
 
 __all__ = [
     "HeadParallelLayout",

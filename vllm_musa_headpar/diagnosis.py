@@ -19,8 +19,9 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
-from . import __version__, config, plugin
+from . import config, plugin
 from .log import logger
+from .version import __version__
 
 # Verdicts. A problem keeps the plugin from being active; a warning does not.
 OK = "ok"

@@ -18,11 +18,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from . import agreement, blocks, ops, registry
-from .errors import DisagreementError, ExchangeError
+from .errors import ExchangeError
 from .layout import HeadParallelLayout
-
-# What validation raises. With the check on, the other ranks are told.
-REFUSALS = (ValueError, TypeError, IndexError)
 
 
 def scatter_heads_gather_tokens(tensor: Tensor, group: Any, layout: Any) -> Tensor:
@@ -44,7 +41,7 @@ def scatter_heads_gather_tokens(tensor: Tensor, group: Any, layout: Any) -> Tens
     """
     if torch.compiler.is_compiling() and len(layout.token_counts) > 1 and group is not None:
         return _traced(tensor, group, layout, inward=True)
-    try:
+    with agreement.telling(group, tensor, "dispatch"):
         if type(layout) is not HeadParallelLayout:
             layout = as_layout(layout)
         layout.validate_group(group)
@@ -58,9 +55,6 @@ def scatter_heads_gather_tokens(tensor: Tensor, group: Any, layout: Any) -> Tens
                 f"{heads} heads must be the sum of the layout's head_counts {layout.head_counts}, "
                 f"{sum(layout.head_counts)}"
             )
-    except REFUSALS as error:
-        agreement.publish_refusal(group, tensor, "dispatch", error)
-        raise
     if layout.world_size == 1:
         return tensor
     return dispatch((tensor,), group, layout, tensor.dtype)
@@ -86,7 +80,7 @@ def scatter_tokens_gather_heads(tensor: Tensor, group: Any, layout: Any) -> Tens
     """
     if torch.compiler.is_compiling() and len(layout.token_counts) > 1 and group is not None:
         return _traced(tensor, group, layout, inward=False)
-    try:
+    with agreement.telling(group, tensor, "return"):
         if type(layout) is not HeadParallelLayout:
             layout = as_layout(layout)
         layout.validate_group(group)
@@ -98,9 +92,6 @@ def scatter_tokens_gather_heads(tensor: Tensor, group: Any, layout: Any) -> Tens
         else:
             _require_own_heads(tensor, layout)
             heads = sum(layout.head_counts)
-    except REFUSALS as error:
-        agreement.publish_refusal(group, tensor, "return", error)
-        raise
     if layout.world_size == 1:
         return tensor
     return undispatch(tensor, group, layout, heads)
@@ -131,7 +122,9 @@ def dispatch(
         `[owned_tokens, sum of local heads_i, dim]`, the batch in front: the parts side by side on the head axis.
     """
     with _no_grad():
-        return _run((blocks.dispatch(parts, layout, dtype, room),), group)[0]
+        with agreement.telling(group, parts[0], "dispatch"):
+            exchange = blocks.dispatch(parts, layout, dtype, room)
+        return _run((exchange,), group)[0]
 
 
 def dispatch_each(
@@ -146,10 +139,11 @@ def dispatch_each(
         rooms: one per tensor.
     """
     with _no_grad():
-        exchanges = [
-            blocks.dispatch((tensor,), layout, tensor.dtype, room)
-            for tensor, layout, room in zip(tensors, layouts, rooms, strict=True)
-        ]
+        with agreement.telling(group, tensors[0], "dispatch"):
+            exchanges = [
+                blocks.dispatch((tensor,), layout, tensor.dtype, room)
+                for tensor, layout, room in zip(tensors, layouts, rooms, strict=True)
+            ]
         return _run(exchanges, group)
 
 
@@ -167,7 +161,9 @@ def undispatch(tensor: Tensor, group: Any, layout: HeadParallelLayout, heads: in
             `[local_tokens, parts, heads, dim]`.
     """
     with _no_grad():
-        return _run((blocks.undispatch(tensor, layout, heads, parts),), group)[0]
+        with agreement.telling(group, tensor, "return"):
+            exchange = blocks.undispatch(tensor, layout, heads, parts)
+        return _run((exchange,), group)[0]
 
 
 def _no_grad() -> AbstractContextManager[Any]:
@@ -183,8 +179,7 @@ def discover_counts(local_tokens: int, group: Any, device: torch.device) -> tupl
     Raises:
         ExchangeError: the collective failed.
     """
-    if agreement.state_of(group, device).check:
-        agreement.compare(group, "count discovery", {"device": device.type})
+    agreement.admit(group, device, "count discovery", lambda: {"device": device.type}, anything=False)
     try:
         local = torch.tensor([local_tokens], dtype=torch.int64, device=device)
         counts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
@@ -197,23 +192,13 @@ def discover_counts(local_tokens: int, group: Any, device: torch.device) -> tupl
 def _run(exchanges: Sequence[blocks.Exchange], group: Any) -> list[Tensor]:
     """Carry out exchanges of one direction; in one launch where there are several and the implementation can."""
     first = exchanges[0]
-    device = first.result.device
-    try:
-        state = agreement.state_of(group, device)
-    except REFUSALS as error:
-        agreement.publish_refusal(group, first.result, first.name, error)
-        raise
-    if state.check:
-        agreement.compare(group, first.name, _note(exchanges, state.name))
-    results = [exchange.result for exchange in exchanges]
     moving = [exchange for exchange in exchanges if exchange.numel]
+    state = agreement.admit(group, first.result.device, first.name, lambda: _note(exchanges), bool(moving))
+    results = [exchange.result for exchange in exchanges]
     if not moving:
         return results
     used = state.registration
     try:
-        if not state.used:
-            agreement.prove(state, group, device)
-            used = state.registration
         if state.by_size is not None:
             moved = sum(exchange.numel * exchange.result.element_size() for exchange in moving)
             used = state.by_size.at(first.name, moved / (first.world_size**2 * len(moving)))
@@ -223,7 +208,7 @@ def _run(exchanges: Sequence[blocks.Exchange], group: Any) -> list[Tensor]:
         else:
             _carry_out(used, moving, group)
         return results
-    except (DisagreementError, torch.OutOfMemoryError):
+    except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         raise ExchangeError(f"{'; '.join(map(str, moving))} through {used.name} failed: {error}") from error
@@ -240,7 +225,7 @@ def _carry_out(used: registry.Registration, exchanges: Sequence[blocks.Exchange]
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-def _note(exchanges: Sequence[blocks.Exchange], implementation: str) -> dict[str, Any]:
+def _note(exchanges: Sequence[blocks.Exchange]) -> dict[str, Any]:
     """What all ranks must bring alike. Heads are those of the outer side, which every rank can tell."""
     outers = [exchange.send if exchange.name == "dispatch" else exchange.recv for exchange in exchanges]
 
@@ -258,7 +243,6 @@ def _note(exchanges: Sequence[blocks.Exchange], implementation: str) -> dict[str
         "dim": of_each(outer.grid.dim for outer in outers),
         "dtype": of_each(str(exchange.result.dtype) for exchange in exchanges),
         "device": exchanges[0].result.device.type,
-        "implementation": implementation,
     }
 
 

@@ -135,7 +135,7 @@ def _announce(settings: config.Settings) -> None:
 
 
 def _is_on(settings: config.Settings) -> str | None:
-    from . import __version__
+    from .version import __version__
 
     records = report()
     applied = [record.name for record in records if record.status in ("applied", "overlaid")]

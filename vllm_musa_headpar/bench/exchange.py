@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import __version__, registry
+from .. import registry
 from ..exchange import scatter_heads_gather_tokens, scatter_tokens_gather_heads
 from ..layout import HeadParallelLayout
 from ..testing.counters import counting
+from ..version import __version__
 from . import stock
 from .rounds import WARM_UP, Spread, interleave, progress
 from .world import BenchError, World, gather_counts, group_using, same_bytes

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 
-from .. import __version__
+from ..version import __version__
 
 PROGRAM = "vllm-musa-headpar"
 

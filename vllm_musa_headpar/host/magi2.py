@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import exchange
-from ..agreement import publish_refusal
+from ..agreement import telling
 from ..layout import HeadParallelLayout
 from .head_parallel import MAGI2, require_stock_wrappers
 from .ledger import Binding, NotNeeded, Record, Refused, imports_of, load, stock_function
@@ -47,7 +47,7 @@ def make_ep_dispatch(parallel: ModuleType) -> Function:
         if group.world_size == 1:
             return tensor
         torch_group = process_group_of(group)
-        try:
+        with telling(torch_group, tensor, "dispatch"):
             exchange.require_dense(tensor)
             if tensor.ndim != 3 or tensor.shape[1] % group.world_size:
                 heads = tensor.shape[1] if tensor.ndim >= 2 else "?"
@@ -58,9 +58,6 @@ def make_ep_dispatch(parallel: ModuleType) -> Function:
             if len(sizes) != group.world_size or sizes[group.rank] != tensor.shape[0]:
                 raise ValueError("EP sequence split sizes do not describe the local tensor")
             layout = _layout(sizes, group)
-        except exchange.REFUSALS as error:
-            publish_refusal(torch_group, tensor, "dispatch", error)
-            raise
         return exchange.dispatch((tensor,), torch_group, layout, tensor.dtype)
 
     return ep_dispatch
@@ -74,7 +71,7 @@ def make_ep_undispatch(parallel: ModuleType) -> Function:
             return tensor
         torch_group = process_group_of(group)
         sizes = sequence_split_sizes
-        try:
+        with telling(torch_group, tensor, "return"):
             exchange.require_dense(tensor)
             if tensor.ndim != 3:
                 raise ValueError("EP-dispatched tensor must be [global_tokens,local_heads,dim]")
@@ -85,9 +82,6 @@ def make_ep_undispatch(parallel: ModuleType) -> Function:
             if len(sizes) != group.world_size or sum(sizes) != tensor.shape[0]:
                 raise ValueError("EP sequence split sizes do not partition the global tensor")
             layout = _layout(sizes, group)
-        except exchange.REFUSALS as error:
-            publish_refusal(torch_group, tensor, "return", error)
-            raise
         return exchange.undispatch(tensor, torch_group, layout, group.world_size * tensor.shape[1])
 
     return ep_undispatch
@@ -109,7 +103,7 @@ def make_scatter_heads_gather_seqlen(parallel: ModuleType) -> Function:
         if not tensors:
             return []
         torch_group = process_group_of(group)
-        try:
+        with telling(torch_group, tensors[0], "dispatch"):
             for tensor in tensors:
                 exchange.require_dense(tensor)
             if len(split_sizes) != group.world_size:
@@ -124,9 +118,6 @@ def make_scatter_heads_gather_seqlen(parallel: ModuleType) -> Function:
                 devices = ", ".join(str(tensor.device) for tensor in tensors)
                 raise ValueError(f"all Ulysses inputs must be on one device, got {devices}")
             layout = _layout(split_sizes, group)
-        except exchange.REFUSALS as error:
-            publish_refusal(torch_group, tensors[0], "dispatch", error)
-            raise
         local_heads = [tensor.shape[1] // group.world_size for tensor in tensors]
         dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
         fused = exchange.dispatch(tuple(tensors), torch_group, layout, dtype)
@@ -142,16 +133,13 @@ def make_scatter_seqlen_gather_heads(parallel: ModuleType) -> Function:
         if group.world_size == 1:
             return tensor
         torch_group = process_group_of(group)
-        try:
+        with telling(torch_group, tensor, "return"):
             exchange.require_dense(tensor)
             if tensor.ndim != 3 or not tensor.is_contiguous():
                 raise ValueError("Ulysses attention input must be contiguous [S,H,D]")
             if len(split_sizes) != group.world_size or sum(split_sizes) != tensor.shape[0]:
                 raise ValueError("split_sizes must partition the input sequence")
             layout = _layout(split_sizes, group)
-        except exchange.REFUSALS as error:
-            publish_refusal(torch_group, tensor, "return", error)
-            raise
         return exchange.undispatch(tensor, torch_group, layout, group.world_size * tensor.shape[1])
 
     return scatter_seqlen_gather_heads
@@ -227,14 +215,11 @@ def make_moe_forward(stock: Function, parallel: ModuleType, mh_moe: ModuleType) 
             return output
         torch_group = process_group_of(group)
         x_heads = x.view(-1, self.num_heads, self.d_head)
-        try:
+        with telling(torch_group, x, "dispatch"):
             counts = known_counts(parallel, group, x_heads.shape[0])
             if counts is None:
                 counts = exchange.discover_counts(x_heads.shape[0], torch_group, x.device)
             layout = _layout(counts, group, real_head_counts(self.num_heads, self.local_num_heads, group.world_size))
-        except exchange.REFUSALS as error:
-            publish_refusal(torch_group, x, "dispatch", error)
-            raise
         # With zero heads behind the real ones, as the host pads before the exchange.
         routed = exchange.dispatch((x_heads,), torch_group, layout, x.dtype, room=self.local_num_heads)
         if self.has_real_moe_heads:

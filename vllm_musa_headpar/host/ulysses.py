@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import exchange, ops
-from ..agreement import publish_refusal
+from ..agreement import telling
 from .ledger import HOST, Binding, NotNeeded, Record, imports_of, load, stock_function
 
 Function = Callable[..., Any]
@@ -161,11 +161,8 @@ def _refused(stock: Callable[[], Any], name: str, tensor: Tensor, group: Any) ->
     """What stock refuses, it refuses in its own words; with the check on, the other ranks are told."""
     if torch.compiler.is_compiling():
         return stock()
-    try:
+    with telling(group, tensor, name):
         return stock()
-    except exchange.REFUSALS as error:
-        publish_refusal(group, tensor, name, error)
-        raise
 
 
 def make_all_to_all_4d(stock: Function, comm: ModuleType) -> Function:

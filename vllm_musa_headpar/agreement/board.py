@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .errors import DisagreementError, ExchangeError
+from ..errors import DisagreementError, ExchangeError
 
 Note = dict[str, Any]
 _GAVE_UP = "gave_up"
@@ -26,6 +26,10 @@ _generations: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDict
 
 class NoStoreError(RuntimeError):
     """There is no store to leave notes in."""
+
+
+class BoardError(ExchangeError):
+    """The ranks could not read each other's notes."""
 
 
 class Board:
@@ -59,7 +63,7 @@ class Board:
 
         Raises:
             DisagreementError: a rank did not publish in time; the message names it.
-            ExchangeError: the store cannot be reached.
+            BoardError: the store cannot be reached.
         """
         # Who comes late to a meeting that others have given up must not be taken for one of their next.
         attempt = self._given_up[topic]
@@ -76,9 +80,7 @@ class Board:
                 if not gave_up:
                     self._read(f"{topic}/{attempt}", keys)
         except RuntimeError as error:
-            raise ExchangeError(
-                f"the ranks cannot meet for {topic}: the default group's store failed: {error}"
-            ) from error
+            raise BoardError(f"the ranks cannot meet for {topic}: the default group's store failed: {error}") from error
         if absent or gave_up:
             self._given_up[topic] += 1
         if absent:
@@ -102,6 +104,14 @@ class Board:
         """The ranks in words, in the group and global."""
         noun = "rank" if len(ranks) == 1 else "ranks"
         return f"{noun} {_join(ranks)} (global {_join([self._ranks[rank] for rank in ranks])})"
+
+    def differences(self, field: str, notes: Sequence[Note]) -> str:
+        """`field` with its values and who brings each, most ranks last: the odd ones come first."""
+        by_value: dict[str, list[int]] = {}
+        for rank, note in enumerate(notes):
+            by_value.setdefault(str(note.get(field)), []).append(rank)
+        groups = sorted(by_value.items(), key=lambda item: (len(item[1]), item[1]))
+        return f"{field}: " + ", ".join(f"{value} on {self.name_ranks(ranks)}" for value, ranks in groups)
 
     def _keys(self, topic: str) -> list[str]:
         return [f"{self._prefix}/{topic}/{rank}" for rank in range(len(self._ranks))]
