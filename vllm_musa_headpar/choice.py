@@ -62,8 +62,12 @@ def size(number: float) -> str:
     """Bytes in words."""
     for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if number >= unit:
-            return f"{number / unit:.3g} {name}"
-    return f"{number:.3g} B"
+            return f"{_digits(number / unit)} {name}"
+    return f"{_digits(number)} B"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import registry
+from .. import config, registry
 from ..exchange import scatter_heads_gather_tokens, scatter_tokens_gather_heads
 from ..layout import HeadParallelLayout
 from ..testing.counters import counting
 from ..version import __version__
 from . import stock
 from .rounds import WARM_UP, Spread, interleave, progress
-from .world import BenchError, World, gather_counts, group_using, same_bytes
+from .world import BenchError, World, first_use_shown, gather_counts, group_using, same_bytes
 
 STOCK, BARE = "stock", "bare collective"
 # An implementation is advised over the reference only where it is faster by more than a machine's noise.
@@ -112,7 +113,7 @@ class Report:
         shape = f"At {max(self.cases[-1].case.counts)} tokens per rank on {self.machine['backend']}"
         if line.times_stock <= CLEARLY:
             return f"{shape} nothing is clearly faster than stock: keep auto, which selects {self.automatic}."
-        setting = "auto selects it" if best == self.automatic else f"VLLM_MUSA_HEADPAR_EXCHANGE={best}"
+        setting = "auto selects it" if best in (config.AUTO, self.automatic) else f"VLLM_MUSA_HEADPAR_EXCHANGE={best}"
         few = "" if self.rounds >= FEW else f" {self.rounds} rounds are few: measure more to be sure."
         return f"{shape} use {best} ({setting}): its round trip is {line.times_stock:.2f} times as fast as stock.{few}"
 
@@ -122,13 +123,15 @@ def run(world: World, cases: tuple[Case, ...], rounds: int, exchanges: tuple[str
     """Measure on every rank of a world, in inference mode as the host runs. The report is the same on all of them.
 
     Args:
-        exchanges: names of implementations; empty for all that are registered.
+        exchanges: names of implementations; empty for all that are registered, and for what a profile decides.
     """
     # Every line has a group of its own, so that none runs over connections that another, or the barrier, keeps warm.
     groups: dict[str, Any] = {STOCK: world.new_group(), BARE: world.new_group()}
     not_used: dict[str, str] = {}
-    for name in exchanges or registry.registered():
-        group, used = group_using(name, world)
+    by_profile = (config.AUTO,) if config.read().profile is not None and not exchanges else ()
+    for name in (*(exchanges or registry.registered()), *by_profile):
+        with first_use_shown(world) if by_profile and name == config.AUTO else nullcontext():
+            group, used = group_using(name, world)
         if used == name:
             groups[name] = group
         else:
@@ -143,7 +146,7 @@ def run(world: World, cases: tuple[Case, ...], rounds: int, exchanges: tuple[str
 
 
 def _measure(world: World, case: Case, rounds: int, groups: dict[str, Any], advance: Callable[[], None]) -> CaseReport:
-    lines = _lines(world, case, groups)
+    lines = lines_of(world, case, groups)
     counts = [_checked_counts(world, line) for line in lines]
     seconds = interleave([partial(_time, world, line) for line in lines], rounds, world, advance)
     dispatch, back = seconds.amax(dim=0).unbind(-1)  # [rounds, lines], the slowest rank
@@ -181,13 +184,27 @@ def _checked_counts(world: World, line: Line) -> dict[str, dict[str, list[int]]]
         dispatched = line.dispatch()
     with counting() as back:
         returned = line.back()
-    equal = same_bytes(dispatched, line.expected_dispatch) and same_bytes(returned, line.expected_back)
-    if not world.all_true(equal):
-        raise BenchError(f"{line.name} does not give the bits of the stock formula: not measured")
+    require_bits(world, line, dispatched, returned)
     return {"dispatch": gather_counts(there, world), "return": gather_counts(back, world)}
 
 
-def _lines(world: World, case: Case, groups: dict[str, Any]) -> list[Line]:
+def require_bits(world: World, line: Line, dispatched: Tensor, returned: Tensor) -> None:
+    """What is timed is right.
+
+    Raises:
+        BenchError: on all ranks, where a line's results are not the expected bits on one.
+    """
+    equal = same_bytes(dispatched, line.expected_dispatch) and same_bytes(returned, line.expected_back)
+    if not world.all_true(equal):
+        raise BenchError(f"{line.name} does not give the bits of the stock formula: not measured")
+
+
+def lines_of(world: World, case: Case, groups: dict[str, Any]) -> list[Line]:
+    """What there is to time of one shape: stock, an implementation for each further group, the bare collective.
+
+    Args:
+        groups: by name; `STOCK` and `BARE` are among them.
+    """
     dtype, counts = case.element_type(), case.counts
     generator = torch.Generator().manual_seed(world.rank)
     shape = (counts[world.rank], case.heads, case.dim)

@@ -6,25 +6,20 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..profiles import Times
 from .world import World
 
 WARM_UP = 2  # rounds that are not counted
 NOW_AND_THEN = 10.0  # seconds
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Times over the rounds, in milliseconds: the median, and the 10th and 90th percentile."""
-
-    median_ms: float
-    p10_ms: float
-    p90_ms: float
+class Spread(Times):
+    """Times over the rounds."""
 
     @classmethod
     def of(cls, seconds: Tensor) -> Spread:

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..profiles import Times
 from .exchange import BARE, STOCK, CaseReport, LineReport, Report
-from .rounds import Spread
 from .world import require
 
 
@@ -61,7 +61,7 @@ def _there_and_back(line: LineReport, name: str, write: Callable[[int], str]) ->
     return "+".join(write(max(line.counts[direction][name])) for direction in ("dispatch", "return"))
 
 
-def spread(times: Spread) -> str:
+def spread(times: Times) -> str:
     """The median, and on a line of its own the 10th to 90th percentile, in ms."""
     digits = 1 if times.median_ms >= 10 else 2
     return f"{times.median_ms:.{digits}f}\n[dim]{times.p10_ms:.{digits}f}-{times.p90_ms:.{digits}f}[/dim]"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import platform
 import sys
@@ -21,6 +22,7 @@ from torch import Tensor
 from .. import agreement, config
 from ..exchange import scatter_heads_gather_tokens
 from ..layout import HeadParallelLayout
+from ..log import logger
 from ..testing.counters import Counts
 from ..testing.ranks import RENDEZVOUS, RankError, default_group, run_ranks
 
@@ -223,6 +225,22 @@ def group_using(exchange: str, world: World) -> tuple[Any, str]:
     with exchange_setting(exchange):
         scatter_heads_gather_tokens(torch.zeros(1, world.size, 1, device=world.device), group, layout)
     return group, agreement.state_of(group, world.device).name
+
+
+@contextlib.contextmanager
+def first_use_shown(world: World) -> Iterator[None]:
+    """What is said at the first exchange of a group, on standard error of rank 0. A server shows it by itself."""
+    if world.rank != 0:
+        yield
+        return
+    handler, level = logging.StreamHandler(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def same_bytes(left: Tensor, right: Tensor) -> bool:

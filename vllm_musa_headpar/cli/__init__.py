@@ -1,4 +1,4 @@
-"""The command `vllm-musa-headpar`: doctor, selftest, bench."""
+"""The command `vllm-musa-headpar`: doctor, selftest, bench, tune."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ COMMANDS = {
     "doctor": "would the plugin be active here, and if not, why and what to do",
     "selftest": "spawn workers and compare their exchanges with exact values",
     "bench": "time the exchange against the stock host and the bare collective",
+    "tune": "measure which exchange is the fastest here at which size, and write it down for auto to follow",
 }
 WITHOUT_TORCH = ("doctor",)
 
