@@ -23,10 +23,11 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 
 # A changed pin builds the environment anew; otherwise it is used as it is.
-$(VENV)/host: requirements/host.txt requirements/dev.txt
+$(VENV)/host: requirements/host.txt requirements/dev.txt requirements/engine.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "the pinned host stack needs Python 3.11, got " + sys.version.split()[0] + ": set PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) -r requirements/host.txt -r requirements/dev.txt
+	$(PIP) --target $(VENV)/engine -r requirements/engine.txt
 	@touch $@
 
 $(VENV)/installed: $(VENV)/host setup.cfg $(shell test -x $(BIN)/vllm-musa-headpar || echo FORCE)
