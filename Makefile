@@ -1,4 +1,5 @@
-# make demo   set up everything and run the main job: MAGI-2's exchange on real vLLM-Omni, plugin off and on
+# make demo   set up everything and run the main job on real vLLM-Omni, plugin off and on: MAGI-2's exchange, and
+#             the engine with a picture at the end of it
 # make test   the same set-up, then the whole suite
 # make lint   ruff and mypy
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -13,6 +14,7 @@ export HF_HUB_OFFLINE := 1
 demo: $(VENV)/installed
 	$(BIN)/python entrypoints/two_worker.py
 	$(BIN)/vllm-musa-headpar bench --layer --nproc 2
+	$(BIN)/python entrypoints/generate.py --out build/pictures
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -19,8 +19,7 @@ import torch
 FOLDER = "HEADPAR_ENGINE_FOLDER"  # the environment variable that says where to
 
 EXCHANGES = ("headpar.dispatch", "headpar.return")  # the plugin's ranges
-# torch's communication operators: called eagerly, and from compiled code
-COMMUNICATION = ("c10d::", "_c10d_functional::")
+COMMUNICATION = "c10d::"  # torch's communication operators; compiled code comes to them too
 
 
 class RecordTransformer:
@@ -55,8 +54,7 @@ class _Recorder:
             "pid": os.getpid(),
             "output": digest(output),
             "exchanges": {name: count for name, count in names.items() if name in EXCHANGES},
-            "collectives": {name: count for name, count in names.items() if name.startswith(COMMUNICATION)},
-            "all": dict(names),
+            "communication": {name: count for name, count in names.items() if name.startswith(COMMUNICATION)},
         }
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
