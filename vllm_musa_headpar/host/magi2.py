@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import exchange
+from .. import exchange, ops
 from ..agreement import telling
 from ..layout import HeadParallelLayout
 from .head_parallel import MAGI2, require_stock_wrappers
@@ -26,6 +26,7 @@ from .ledger import Binding, NotNeeded, Record, Refused, imports_of, load, stock
 from .stock import why_not_stock
 
 Function = Callable[..., Any]
+Maker = Callable[[ModuleType, Function], Function]  # from the host's `parallel` and the stock function
 
 
 def process_group_of(group: Any) -> Any:
@@ -40,12 +41,47 @@ def _layout(counts: Iterable[Any], group: Any, head_counts: tuple[int, ...] | No
     return layout
 
 
-def make_ep_dispatch(parallel: ModuleType) -> Function:
-    def ep_dispatch(tensor: Tensor, group: Any = None, sequence_split_sizes: Sequence[int] | None = None) -> Tensor:
+# --- What the compiler sees: operators, and stock's own function for what that refuses or has to find out first ---
+
+
+def _describes(sizes: Any, group: Any, local_tokens: Any) -> bool:
+    return sizes is not None and len(sizes) == group.world_size and sizes[group.rank] == local_tokens
+
+
+def _traced_dispatch(stock: Function, tensor: Tensor, group: Any, sizes: Any) -> Any:
+    if tensor.ndim != 3 or tensor.shape[1] % group.world_size or not _describes(sizes, group, tensor.shape[0]):
+        return stock(tensor, group, sizes)
+    return ops.dispatch((tensor,), sizes, group.rank, process_group_of(group))
+
+
+def _traced_return(stock: Function, tensor: Tensor, group: Any, sizes: Any, as_called: tuple[Any, ...]) -> Any:
+    if tensor.ndim != 3 or sizes is None or len(sizes) != group.world_size or sum(sizes) != tensor.shape[0]:
+        return stock(*as_called)
+    heads = group.world_size * tensor.shape[1]
+    return ops.undispatch(tensor, sizes, group.rank, process_group_of(group), heads)
+
+
+def _traced_attention_dispatch(stock: Function, tensors: list[Tensor], sizes: Any, group: Any) -> Any:
+    ranks, first = group.world_size, tensors[0]
+    for tensor in tensors:
+        fits = tensor.ndim == 3 and tensor.shape[-1] == first.shape[-1] and tensor.shape[1] % ranks == 0
+        if not fits or tensor.device != first.device or not _describes(sizes, group, tensor.shape[0]):
+            return stock(tensors, sizes, group)
+    fused = ops.dispatch(tensors, sizes, group.rank, process_group_of(group))
+    return list(torch.split(fused, [tensor.shape[1] // ranks for tensor in tensors], dim=1))
+
+
+# --- The replacements ---
+
+
+def make_ep_dispatch(parallel: ModuleType, stock: Function | None = None) -> Function:
+    def ep_dispatch(tensor: Tensor, group: Any = None, sequence_split_sizes: Sequence[int] | None = None) -> Any:
         """Dispatch `[S, H, D] -> [sum(S_r), H / ranks, D]` through the group's exchange."""
         group = group or parallel.get_magi2_ep_group()
         if group.world_size == 1:
             return tensor
+        if torch.compiler.is_compiling() and stock is not None:
+            return _traced_dispatch(stock, tensor, group, sequence_split_sizes)
         torch_group = process_group_of(group)
         with telling(torch_group, tensor, "dispatch"):
             exchange.require_dense(tensor)
@@ -63,12 +99,14 @@ def make_ep_dispatch(parallel: ModuleType) -> Function:
     return ep_dispatch
 
 
-def make_ep_undispatch(parallel: ModuleType) -> Function:
-    def ep_undispatch(tensor: Tensor, group: Any = None, sequence_split_sizes: Sequence[int] | None = None) -> Tensor:
+def make_ep_undispatch(parallel: ModuleType, stock: Function | None = None) -> Function:
+    def ep_undispatch(tensor: Tensor, group: Any = None, sequence_split_sizes: Sequence[int] | None = None) -> Any:
         """Return `[sum(S_r), H, D] -> [S_rank, ranks * H, D]` through the group's exchange."""
         group = group or parallel.get_magi2_ep_group()
         if group.world_size == 1:
             return tensor
+        if torch.compiler.is_compiling() and stock is not None:
+            return _traced_return(stock, tensor, group, sequence_split_sizes, (tensor, group, sequence_split_sizes))
         torch_group = process_group_of(group)
         sizes = sequence_split_sizes
         with telling(torch_group, tensor, "return"):
@@ -87,10 +125,8 @@ def make_ep_undispatch(parallel: ModuleType) -> Function:
     return ep_undispatch
 
 
-def make_scatter_heads_gather_seqlen(parallel: ModuleType) -> Function:
-    def scatter_heads_gather_seqlen(
-        tensors: Iterable[Tensor], split_sizes: Sequence[int], group: Any = None
-    ) -> list[Tensor]:
+def make_scatter_heads_gather_seqlen(parallel: ModuleType, stock: Function | None = None) -> Function:
+    def scatter_heads_gather_seqlen(tensors: Iterable[Tensor], split_sizes: Sequence[int], group: Any = None) -> Any:
         """Dispatch Q, K and V, `[S_rank, ranks * H_i, D]` each, as one exchange straight from where they lie.
 
         Returns:
@@ -102,6 +138,8 @@ def make_scatter_heads_gather_seqlen(parallel: ModuleType) -> Function:
             return tensors
         if not tensors:
             return []
+        if torch.compiler.is_compiling() and stock is not None:
+            return _traced_attention_dispatch(stock, tensors, split_sizes, group)
         torch_group = process_group_of(group)
         with telling(torch_group, tensors[0], "dispatch"):
             for tensor in tensors:
@@ -126,12 +164,14 @@ def make_scatter_heads_gather_seqlen(parallel: ModuleType) -> Function:
     return scatter_heads_gather_seqlen
 
 
-def make_scatter_seqlen_gather_heads(parallel: ModuleType) -> Function:
-    def scatter_seqlen_gather_heads(tensor: Tensor, split_sizes: Sequence[int], group: Any = None) -> Tensor:
+def make_scatter_seqlen_gather_heads(parallel: ModuleType, stock: Function | None = None) -> Function:
+    def scatter_seqlen_gather_heads(tensor: Tensor, split_sizes: Sequence[int], group: Any = None) -> Any:
         """Return the attention output, `[sum(S_r), H, D] -> [S_rank, ranks * H, D]`."""
         group = group or parallel.get_magi2_ulysses_group()
         if group.world_size == 1:
             return tensor
+        if torch.compiler.is_compiling() and stock is not None:
+            return _traced_return(stock, tensor, group, split_sizes, (tensor, split_sizes, group))
         torch_group = process_group_of(group)
         with telling(torch_group, tensor, "return"):
             exchange.require_dense(tensor)
@@ -159,6 +199,9 @@ def make_layer_forward(stock: Function) -> Function:
         modality_dispatcher: Any,
         cp_split_sizes: Any,
     ) -> Tensor:
+        if torch.compiler.is_compiling():  # the MoE layer's stock forward is what is traced then
+            traced: Tensor = stock(self, hidden_states, rope, varlen_handler, modality_dispatcher, cp_split_sizes)
+            return traced
         held = _token_split.set(cp_split_sizes)
         try:
             output: Tensor = stock(self, hidden_states, rope, varlen_handler, modality_dispatcher, cp_split_sizes)
@@ -210,7 +253,8 @@ def make_moe_forward(stock: Function, parallel: ModuleType, mh_moe: ModuleType) 
     def forward(self: Any, x: Tensor) -> Tensor:
         group = self.ep_group
         patched_over = (mh_moe.ep_dispatch, mh_moe.ep_undispatch) != gone_past
-        if group.world_size == 1 or group.replicated_sequence or patched_over:
+        traced = torch.compiler.is_compiling()
+        if group.world_size == 1 or group.replicated_sequence or patched_over or traced:
             output: Tensor = stock(self, x)
             return output
         torch_group = process_group_of(group)
@@ -233,7 +277,7 @@ def make_moe_forward(stock: Function, parallel: ModuleType, mh_moe: ModuleType) 
 
 
 def _replace_function(
-    name: str, fingerprint: str, signature: str, user: str, make: Callable[[ModuleType], Function]
+    name: str, fingerprint: str, signature: str, user: str, make: Maker
 ) -> Callable[[], list[Binding]]:
     """Bindings of a function of `parallel`, there and wherever MAGI-2 imported it by name."""
 
@@ -245,7 +289,7 @@ def _replace_function(
         if not any(module is importer for module, _ in importers):
             found = getattr(importer, name, "nothing of that name")
             raise Refused(f"{importer.__name__} does not use {parallel.__name__}.{name}, but {found!r}")
-        replacement = make(parallel)
+        replacement = make(parallel, original)
         return [Binding(module, alias, original, replacement) for module, alias in importers]
 
     return bindings
@@ -295,9 +339,7 @@ _HOSTS = "vLLM-Omni 0.30.0, and versions without the exchange module whose funct
 _UNTIL = "a vLLM-Omni with vllm_omni.diffusion.distributed.head_parallel"
 
 
-def _wrapper_record(
-    name: str, function: str, user: str, fingerprint: str, make: Callable[[ModuleType], Function], why: str, how: str
-) -> Record:
+def _wrapper_record(name: str, function: str, user: str, fingerprint: str, make: Maker, why: str, how: str) -> Record:
     """The record of a function of `parallel` that one of MAGI-2's modules imports by name and calls."""
     return Record(
         name=name,

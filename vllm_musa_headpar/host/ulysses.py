@@ -69,7 +69,8 @@ class Announcement:
 class _Attention(threading.local):
     """Which attention this thread is in. Not a context variable: the compiler can trace this one."""
 
-    announced: Announcement | None = None
+    def __init__(self) -> None:  # once in each thread; the compiler guards on the attribute being there
+        self.announced: Announcement | None = None
 
 
 _attention = _Attention()
