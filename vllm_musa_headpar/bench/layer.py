@@ -146,7 +146,7 @@ def _measure(world: World, tokens: int, rounds: int, exchanges: tuple[str, ...],
             plugin.undo()
     slowest = seconds.amax(dim=0)  # [rounds, variants, parts]
     return [
-        _row(part, name, slowest[:, :, place], number, counts[number][place], bench.payloads[place])
+        row_of(part, name, slowest[:, :, place], number, counts[number][place], bench.payloads[place])
         for place, part in enumerate(PARTS)
         for number, name in enumerate(variants)
     ]
@@ -187,11 +187,15 @@ def _checked_counts(bench: _Bench, variants: dict[str, Any]) -> list[list[dict[s
             found = [bench.counted(part) for part in parts]
         outputs = [output for output, _ in found]
         expected = expected or outputs
-        equal = all(map(_same, outputs, expected))
-        if not bench.world.all_true(equal):
+        if not bench.world.all_true(same_outputs(outputs, expected)):
             raise BenchError(f"{name} does not give the bits of the stock host: not measured")
         counts.append([gather_counts(count, bench.world) for _, count in found])
     return counts
+
+
+def same_outputs(found: Sequence[Any], expected: Sequence[Any]) -> bool:
+    """Equal bits, of tensors and lists of tensors."""
+    return all(map(_same, found, expected))
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -205,7 +209,7 @@ def _time(bench: _Bench, name: str, group: Any) -> tuple[float, ...]:
         return tuple(map(bench.world.timed, parts))
 
 
-def _row(part: str, variant: str, times: Tensor, number: int, counts: dict[str, list[int]], payload: int) -> Row:
+def row_of(part: str, variant: str, times: Tensor, number: int, counts: dict[str, list[int]], payload: int) -> Row:
     medians = torch.quantile(times, 0.5, dim=0)
     return Row(
         part,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from .arguments import require_writable, seconds, whole_number, whole_numbers
@@ -27,12 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--heads",
         type=whole_number(1),
-        help="heads of all ranks together; by default 12, or the next multiple of the ranks",
+        help="heads of all ranks together; by default 12, with --ulysses 24, or the next multiple of the ranks",
     )
-    shape.add_argument("--dim", type=whole_number(1), default=DIM, help=f"elements per head ({DIM})")
+    shape.add_argument("--dim", type=whole_number(1), help=f"elements per head ({DIM}, with --ulysses 128)")
+    shape.add_argument("--batch", type=whole_number(1), help="elements of the batch, with --ulysses (1)")
     shape.add_argument("--dtype", default="bfloat16", help="a torch element type (bfloat16)")
     how = parser.add_argument_group("measuring")
-    how.add_argument("--rounds", type=whole_number(1), help="rounds that are counted (30; with --layer 10)")
+    how.add_argument(
+        "--rounds", type=whole_number(1), help="rounds that are counted (30; with --layer 10, with --ulysses 20)"
+    )
     how.add_argument("--backend", choices=("auto", "gloo", "mccl"), default="auto")
     how.add_argument(
         "--exchange", action="append", default=[], metavar="NAME", help="an implementation, repeatable; all by default"
@@ -42,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layer",
         action="store_true",
         help="one MAGI-2 MoE layer and one attention exchange of the installed vLLM-Omni, stock and plugin",
+    )
+    how.add_argument(
+        "--ulysses",
+        action="store_true",
+        help="the exchanges of one attention of the installed vLLM-Omni's other models, stock and plugin",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="write all numbers there")
@@ -58,8 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.plot:
             require("matplotlib", "plot")
         _require_targets(arguments)
+        if arguments.layer and arguments.ulysses:
+            raise ValueError("--layer and --ulysses are two benches: give one of them")
+        if arguments.batch and not arguments.ulysses:
+            raise ValueError("--batch goes with --ulysses only: MAGI-2's exchanges have no batch")
         if arguments.layer:
             _layer(arguments)
+        elif arguments.ulysses:
+            _ulysses(arguments)
         else:
             _exchange(arguments)
     except (BenchError, ValueError, OSError) as error:
@@ -102,12 +117,41 @@ def _exchange(arguments: argparse.Namespace) -> None:
         show.plot(arguments.plot, report)
 
 
+def _refuse(mode: str, **options: Any) -> None:
+    """Options that a bench has no use for are no help there."""
+    for name, given in options.items():
+        if given:
+            raise ValueError(f"--{name} does not go with {mode}")
+
+
+def _ulysses(arguments: argparse.Namespace) -> None:
+    from ..bench import layer, show, ulysses
+    from ..bench.world import ranks_here
+
+    _refuse("--ulysses", counts=arguments.counts, plot=arguments.plot)
+    exchanges, ranks = _known(arguments.exchange), ranks_here(arguments.nproc)
+    heads = arguments.heads or -(-ulysses.HEADS // ranks) * ranks
+    shape = (arguments.batch or 1, arguments.tokens, heads, arguments.dim or ulysses.DIM)
+    rows = ulysses.measure(
+        arguments.nproc,
+        *shape,
+        arguments.rounds or 20,
+        exchanges=exchanges or layer.EXCHANGES,
+        backend=arguments.backend,
+        timeout=arguments.timeout,
+    )
+    if rows is None:
+        return
+    ulysses.print_table(rows, shape, ranks)
+    if arguments.json:
+        show.write_json(arguments.json, [asdict(row) for row in rows])
+    print("PASS the same bits with the plugin off and on")  # else measuring has raised
+
+
 def _layer(arguments: argparse.Namespace) -> None:
     from ..bench import layer, show
 
-    for name, given in (("--counts", arguments.counts), ("--plot", arguments.plot)):
-        if given:
-            raise ValueError(f"{name} does not go with --layer")
+    _refuse("--layer", counts=arguments.counts, plot=arguments.plot)
     exchanges = _known(arguments.exchange)
     rows = layer.measure(
         arguments.nproc,
@@ -145,7 +189,7 @@ def _cases(arguments: argparse.Namespace) -> tuple[Any, ...]:
     heads = arguments.heads or -(-HEADS // size) * size
     if heads % size:
         raise ValueError(f"--heads {heads} must be divisible by the {size} ranks: the stock formula needs that")
-    return tuple(Case(counts, heads, arguments.dim, arguments.dtype) for counts in every)
+    return tuple(Case(counts, heads, arguments.dim or DIM, arguments.dtype) for counts in every)
 
 
 def _known(exchanges: list[str]) -> tuple[str, ...]:
