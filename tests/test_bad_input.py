@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,11 +24,13 @@ from pool import environment, process_group
 from vllm_musa_headpar import (
     blocks,
     config,
+    exchange,
     register_head_parallel_exchange,
     registry,
     scatter_heads_gather_tokens,
     scatter_tokens_gather_heads,
 )
+from vllm_musa_headpar.errors import DisagreementError
 from vllm_musa_headpar.host import magi2
 from vllm_musa_headpar.layout import HeadParallelLayout
 
@@ -74,6 +77,34 @@ def nested(layout: torch.layout) -> torch.Tensor:
         return torch.nested.nested_tensor([torch.zeros(8, 3), torch.zeros(8, 3)], layout=layout)
 
 
+class Wrapper(torch.Tensor):
+    """A tensor whose elements are another one's."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        unwrapped = [arg.inner if isinstance(arg, Wrapper) else arg for arg in args]
+        return func(*unwrapped, **(kwargs or {}))
+
+
+def masked(*shape: int) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.masked.masked_tensor(torch.zeros(shape), torch.ones(shape, dtype=torch.bool))
+
+
+def fake(*shape: int) -> torch.Tensor:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.zeros(shape)
+
+
 # Name -> tensor, exception, what the message must contain. For a dispatch of [2, 8, dim].
 NO_TENSORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "None": (lambda: None, TypeError, r"torch\.Tensor \[tokens, heads, dim\].*NoneType"),
@@ -87,6 +118,11 @@ NO_TENSORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "quantized": (lambda: quantized(2, 8, 3), ValueError, r"quint8|quantized"),
     "nested jagged": (lambda: nested(torch.jagged), ValueError, r"strided.*jagged"),
     "nested strided": (lambda: nested(torch.strided), ValueError, r"nested"),
+    "functional": (lambda: torch._to_functional_tensor(torch.zeros(2, 8, 3)), ValueError, r"memory.*functional tensor"),
+    "fake": (lambda: fake(2, 8, 3), ValueError, r"memory.*FakeTensor"),
+    "masked": (lambda: masked(2, 8, 3), ValueError, r"memory.*MaskedTensor"),
+    "wrapper": (lambda: Wrapper(torch.zeros(2, 8, 3)), ValueError, r"memory.*Wrapper"),
+    "zero tensor": (lambda: torch._efficientzerotensor(2, 8, 3), ValueError, r"memory.*torch transform"),
 }
 WRONG_DISPATCHES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     **NO_TENSORS,
@@ -124,6 +160,17 @@ WRONG_RETURNS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no heads": (lambda: torch.zeros(9, 0, 3), ValueError, r"positive.*\[9, 0, 3\]"),
     "no dim": (lambda: torch.zeros(9, 2, 0), ValueError, r"positive.*\[9, 2, 0\]"),
 }
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_tensors_of_a_torch_transform_are_no_plain_memory() -> None:
+    def exchange(tensor: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(ValueError, match=r"memory.*torch transform"):
+            scatter_heads_gather_tokens(tensor, GROUP, LAYOUT)
+        return tensor.sum()
+
+    torch.vmap(exchange)(torch.zeros(5, 2, 8, 3))
+    torch.func.grad(exchange)(torch.zeros(2, 8, 3))
 
 
 @pytest.mark.usefixtures("four_ranks")
@@ -693,3 +740,95 @@ def test_what_stock_accepts_stays_accepted(ranks: Any) -> None:
         assert different == {}
         refused = {name.rsplit(", group", 1)[0] for name, (stock, _) in seen.items() if isinstance(stock, str)}
         assert refused == REFUSED_BY_STOCK
+
+
+# --- What looks like no plain tensor and is one -------------------------------------------------------
+
+
+class Subclass(torch.Tensor):
+    """Ordinary memory under another name."""
+
+
+def plain_after_all(rank: int, nproc: int, store: str) -> None:
+    layout = HeadParallelLayout((2, 2), rank)
+    data = torch.arange(2 * 4 * 3, dtype=torch.float32).view(2, 4, 3)
+    expected = torch.cat([data, data])[:, 2 * rank : 2 * rank + 2]
+    with process_group(rank, nproc, store) as group:
+        for tensor in (torch.nn.Parameter(data.clone()), data.clone().as_subclass(Subclass)):
+            found = scatter_heads_gather_tokens(tensor, group, layout)
+            assert torch.equal(found.detach().as_subclass(torch.Tensor), expected)
+
+
+def test_parameters_and_subclasses_with_memory_are_exchanged(ranks: Any) -> None:
+    ranks(plain_after_all, 2)
+
+
+def distributed_tensor_on_one_rank(rank: int, nproc: int, store: str) -> str:
+    """Rank 0 brings a DTensor; with the check on every rank is told."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    data = torch.zeros(2, 4, 3)
+    with process_group(rank, nproc, store) as group, environment(**{config.CHECK: "1"}):
+        mesh = init_device_mesh("cpu", (nproc,))
+        tensor = DTensor.from_local(data, mesh, [Replicate()], run_check=False) if rank == 0 else data
+        with pytest.raises((ValueError, DisagreementError)) as caught:
+            scatter_heads_gather_tokens(tensor, group, HeadParallelLayout((2, 2), rank))
+    assert type(caught.value) is (ValueError if rank == 0 else DisagreementError)
+    return str(caught.value)
+
+
+def test_a_distributed_tensor_is_refused_and_told(ranks: Any) -> None:
+    first, second = ranks(distributed_tensor_on_one_rank, 2)
+    assert "got a DTensor" in first
+    assert "DTensor" in second
+    assert "rank 0" in second
+
+
+# --- Layouts of a newer contract ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Newer:
+    """A host's layout with a field that came later."""
+
+    token_counts: tuple[int, ...]
+    rank: int
+    replica_counts: tuple[tuple[int, ...], ...] | None = None
+    head_order: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class NewerStill:
+    """One whose new field must be given."""
+
+    token_counts: tuple[int, ...]
+    rank: int
+    chunks: int
+
+
+@pytest.mark.usefixtures("four_ranks")
+@pytest.mark.parametrize(
+    ("layout", "told"),
+    [
+        (Newer(LAYOUT.token_counts, RANK, head_order=(1, 0, 3, 2)), r"head_order=\(1, 0, 3, 2\)"),
+        (NewerStill(LAYOUT.token_counts, RANK, 1), "chunks=1"),
+    ],
+)
+def test_a_field_that_is_not_known_is_refused_unless_it_is_the_default(layout: Any, told: str) -> None:
+    for function, tensor in (
+        (scatter_heads_gather_tokens, torch.zeros(LAYOUT.local_tokens, 8, 3)),
+        (scatter_tokens_gather_heads, torch.zeros(LAYOUT.owned_tokens, 2, 3)),
+    ):
+        with pytest.raises(ValueError, match=told):
+            function(tensor, GROUP, layout)
+    assert exchange.as_layout(Newer(LAYOUT.token_counts, RANK)) == LAYOUT
+
+
+def test_on_the_bridge_such_a_layout_goes_to_the_hosts_own_function() -> None:
+    from vllm_musa_headpar.host.head_parallel import _bridged
+
+    bridged = _bridged(lambda *args: ("ours", *args), lambda *args: ("stock", *args))
+    plain, further = Newer((1, 1), 0), Newer((1, 1), 0, head_order=(1, 0))
+    assert bridged("tensor", "group", plain) == ("ours", "tensor", "group", plain)
+    assert bridged("tensor", "group", further) == ("stock", "tensor", "group", further)

@@ -27,7 +27,7 @@ from vllm_musa_headpar.layout import HeadParallelLayout, replica_token_counts
 pytestmark = pytest.mark.cpu
 
 EXCHANGES = ("all_to_all", "p2p")
-# What Gloo's all-to-all takes; point-to-point sends bytes and takes all.
+# What Gloo's all-to-all takes, and what it refuses and gets as bytes.
 GLOO_DTYPES = (
     torch.float32,
     torch.float16,
@@ -263,7 +263,7 @@ def test_messages_of_one_element_in_any_strides(ranks: Any, exchange: str) -> No
 def element_types(rank: int, nproc: int, store: str) -> None:
     with process_group(rank, nproc, store):
         for place in make_places(SPLITS["world"]):
-            for dtype in GLOO_DTYPES + (MORE_DTYPES if place.exchange == "p2p" else ()):
+            for dtype in GLOO_DTYPES + MORE_DTYPES:
                 for style in ("contiguous", "strided"):
                     check_dispatch(place, layouts_of((2, 0, 3, 1)), 4, 5, dtype, style)
                     check_return(place, layouts_of((2, 0, 3, 1)), 4, 5, dtype, style)
@@ -596,9 +596,7 @@ def run_sequence(seed: int, places: list[Place]) -> int:
 
 
 def dtypes_for(place: Place) -> tuple[torch.dtype, ...]:
-    if place.device != "cpu":
-        return MCCL_DTYPES
-    return GLOO_DTYPES if place.exchange == "all_to_all" else GLOO_DTYPES + MORE_DTYPES
+    return MCCL_DTYPES if place.device != "cpu" else GLOO_DTYPES + MORE_DTYPES
 
 
 @pytest.mark.parametrize(

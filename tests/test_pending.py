@@ -205,3 +205,32 @@ def dropped_with_its_group(rank: int, nproc: int, store: str) -> None:
 
 def test_a_dropped_handle_goes_with_its_group(ranks: Any) -> None:
     ranks(dropped_with_its_group, RANKS)
+
+
+class Broken:
+    """A work that fails, as after a peer's death."""
+
+    def wait(self) -> None:
+        raise RuntimeError("connection closed by peer")
+
+
+class Group:
+    """Something that states can hang on."""
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_was_left_of_a_failed_exchange_is_not_called_dropped(failed: bool) -> None:
+    group = Group()
+    transfer = p2p.Transfer(group, [Broken(), Broken()], [], ())
+    posted = p2p.Posted([], group, transfer, [], None)
+    if failed:
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            posted.wait()
+    del posted
+    gc.collect()
+    with pytest.raises(RuntimeError, match="which had failed before" if failed else "whose handle was dropped"):
+        p2p._end_abandoned(group)
+
+
+def test_a_handle_that_was_made_half_is_dropped_in_silence() -> None:
+    p2p.Posted.__new__(p2p.Posted).__del__()

@@ -49,6 +49,7 @@ class Transfer:
 
     def __init__(self, group: Any, works: list[Any], staging: list[Tensor], touched: tuple[Tensor, ...]) -> None:
         self.works = works
+        self.failed = False  # whoever waited for it has been told already
         self._group = weakref.ref(group)
         self._staging = staging
         self._touched = touched
@@ -172,9 +173,9 @@ class Posted:
             arrival.messages.unpack(arrival.peer)
 
     def __del__(self) -> None:
-        # Made half, there is nothing under way yet; what has failed is no dropped handle.
-        transfer = getattr(self, "_transfer", None)
-        if transfer is not None and transfer.works and not self._failed:
+        transfer = getattr(self, "_transfer", None)  # made half, there is nothing under way yet
+        if transfer is not None and transfer.works:
+            transfer.failed = self._failed
             _abandoned.setdefault(self._group, []).append(transfer)
 
 
@@ -220,7 +221,8 @@ def _end_abandoned(group: Any) -> None:
         try:
             abandoned[0].wait()
         except RuntimeError as error:
-            raise RuntimeError(f"an earlier exchange, whose handle was dropped, failed: {error}") from error
+            which = "which had failed before," if abandoned[0].failed else "whose handle was dropped,"
+            raise RuntimeError(f"what was left of an earlier exchange, {which} failed: {error}") from error
         abandoned.pop(0)
     _abandoned.pop(group, None)
 
