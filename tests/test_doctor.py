@@ -60,8 +60,9 @@ def test_json_of_an_active_plugin_is_all_that_is_printed() -> None:
     assert told.pop("MAGI-2 on this platform") == "warning"
     assert set(told.values()) == {"ok", "information"}
     statuses = {record["name"]: record["status"] for record in found["records"]}
-    assert statuses.pop("head_parallel.bridge") == "not needed"
-    assert set(statuses.values()) == {"applied"}
+    unneeded = {name for name, status in statuses.items() if status == "not needed"}
+    assert unneeded == {"head_parallel.bridge", *diagnosis.MUSA_RECORDS}
+    assert set(statuses.values()) == {"applied", "not needed"}
     assert all(record["replaces"] and record["until"] for record in found["records"])
     assert found["exchange"] == {"gloo": "all_to_all", "mccl": "p2p", "nccl": "all_to_all"}
     assert found["versions"]["vllm"] == found["versions"]["vllm-omni"] == "0.30.0"
@@ -200,16 +201,17 @@ def troubles(rank: int, nproc: int, store: str) -> None:
     sys.modules["torchada"] = torchada
 
     def on(kind: str) -> SimpleNamespace:
-        return SimpleNamespace(**{f"is_{name}": lambda name=name: name == kind for name in ("cuda", "musa")})
+        return SimpleNamespace(**{f"is_{name}": lambda name=name: name == kind for name in ("cuda", "musa", "npu")})
 
-    for kind, runs in (("cuda", True), ("musa", False)):
+    # On MUSA it starts with the plugin's records.
+    for kind, verdict in (("cuda", "ok"), ("musa", "information"), ("npu", "warning")):
         with mock.patch.object(vllm_omni.platforms, "_current_omni_platform", on(kind)):
             found = look()
         assert found.active
-        assert (found.host["platform"], found.host["runs_magi2"]) == (kind, runs)
+        assert (found.host["platform"], found.host["runs_magi2"]) == (kind, kind != "npu")
         magi2 = checks_of(found)["MAGI-2 on this platform"]
-        assert magi2.verdict == ("ok" if runs else "warning")
-        assert runs or "development version of vllm-omni with MUSA support" in magi2.todo
+        assert magi2.verdict == verdict
+        assert ("refuses this platform (npu): it requires CUDA" in magi2.seen) == (kind == "npu")
 
     def broken() -> None:
         raise RuntimeError("another plugin's fault")

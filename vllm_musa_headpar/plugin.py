@@ -111,10 +111,10 @@ def _musa_is_initialized() -> bool:
 def _the_ledger() -> Ledger:
     global _ledger
     if _ledger is None:
-        from .host import head_parallel, magi2, ulysses
+        from .host import head_parallel, magi2, magi2_on_musa, ulysses
         from .host.ledger import Ledger
 
-        _ledger = Ledger([*head_parallel.RECORDS, *magi2.RECORDS, *ulysses.RECORDS])
+        _ledger = Ledger([*head_parallel.RECORDS, *magi2.RECORDS, *magi2_on_musa.RECORDS, *ulysses.RECORDS])
     return _ledger
 
 
