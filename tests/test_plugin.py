@@ -268,7 +268,7 @@ LLM_ONLY = """
 
 @pytest.mark.parametrize("flag", ["1", "0"])
 def test_vllm_knows_the_variables_on_and_off_and_a_process_without_diffusion_stays_so(flag: str) -> None:
-    variables = {FLAG: flag, config.EXCHANGE: "auto", config.CHECK: "0"}
+    variables = {FLAG: flag, config.EXCHANGE: "auto", config.CHECK: "0", config.PROFILE: "measured.json"}
     # vllm-omni's own plugin would import it: it is not on this list.
     seen, log = in_process(LLM_ONLY, VLLM_PLUGINS="musa_headpar", **variables)
     assert seen["omni"] is False
