@@ -507,6 +507,35 @@ def test_compiled_whole_without_a_break_or_recompiles(ranks: Any, exchange: str,
     assert ranks(compile_attention, 2, exchange, backend, timeout=600.0) == [[], []]
 
 
+def compile_on_one_rank(rank: int, ranks: int, store: str, exchange: str) -> None:
+    """Rank 1 runs eagerly what rank 0 has compiled, then the other way round, with the check on."""
+    import torch
+    import torch.distributed as dist
+
+    host()
+    with process_group(rank, ranks, store, timeout=120.0), torch.inference_mode():
+        stock, group = attention_of(dist.new_group()), dist.new_group()
+        with patched(exchange, VLLM_MUSA_HEADPAR_CHECK="1"):
+            attention = attention_of(group)
+
+            def whole(*tensors: Any) -> Any:
+                return attend(attention, *tensors)
+
+            torch._dynamo.reset()
+            compiled = torch.compile(whole, fullgraph=True, dynamic=True, backend="aot_eager")
+            tensors = [torch.rand(1, 4, heads, 8) for heads in (4, 2, 2)]
+            outputs = [(compiled if rank == turn else whole)(*tensors) for turn in range(2)]
+        expected = attend(stock, *tensors)
+        for found in outputs:
+            for one, other in zip(found, expected, strict=True):
+                same(one, other)
+
+
+@pytest.mark.parametrize("exchange", ["p2p", "all_to_all"])
+def test_a_rank_that_compiles_meets_one_that_does_not(ranks: Any, exchange: str) -> None:
+    ranks(compile_on_one_rank, 2, exchange, timeout=400.0)
+
+
 def compile_contract(rank: int, ranks: int, store: str) -> list[str]:
     """The public functions and MAGI-2's wrappers, compiled whole; what differs from eager, in words."""
     import torch

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from . import agreement, blocks, ops, registry
+from . import agreement, blocks, choice, ops, registry
 from .errors import ExchangeError
 from .layout import HeadParallelLayout
 
@@ -130,8 +130,8 @@ def dispatch(
 def dispatch_each(
     tensors: Sequence[Tensor], group: Any, layouts: Sequence[HeadParallelLayout], rooms: Sequence[int | None]
 ) -> list[Tensor]:
-    """Dispatch several validated tensors, each with a result of its own, in one launch where the group's
-    implementation can: `launches_together` tells.
+    """Dispatch several validated tensors, each with a result of its own, in one launch where the implementation of
+    all of them can; else one after the other.
 
     Args:
         tensors: as for `dispatch`, each of any shape and element type of its own.
@@ -145,11 +145,6 @@ def dispatch_each(
                 for tensor, layout, room in zip(tensors, layouts, rooms, strict=True)
             ]
         return _run(exchanges, group)
-
-
-def launches_together(group: Any, device: torch.device) -> bool:
-    """Whether several exchanges of a group are one launch. Its ranks settle that at first use."""
-    return any(candidate.together is not None for candidate in agreement.state_of(group, device).candidates)
 
 
 def undispatch(tensor: Tensor, group: Any, layout: HeadParallelLayout, heads: int, parts: int = 1) -> Tensor:
@@ -197,11 +192,8 @@ def _run(exchanges: Sequence[blocks.Exchange], group: Any) -> list[Tensor]:
     results = [exchange.result for exchange in exchanges]
     if not moving:
         return results
-    used = state.registration
+    used = [state.registration if state.by_size is None else _by_size(state.by_size, each) for each in moving]
     try:
-        if state.by_size is not None:
-            moved = sum(exchange.numel * exchange.result.element_size() for exchange in moving)
-            used = state.by_size.at(first.name, moved / (first.world_size**2 * len(moving)))
         if _profiling():  # without a profiler a range costs more than a small exchange's copy
             with record_function(f"headpar.{first.name}"):
                 _carry_out(used, moving, group)
@@ -211,15 +203,23 @@ def _run(exchanges: Sequence[blocks.Exchange], group: Any) -> list[Tensor]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise ExchangeError(f"{'; '.join(map(str, moving))} through {used.name} failed: {error}") from error
+        names = " and ".join(dict.fromkeys(each.name for each in used))
+        raise ExchangeError(f"{'; '.join(map(str, moving))} through {names} failed: {error}") from error
 
 
-def _carry_out(used: registry.Registration, exchanges: Sequence[blocks.Exchange], group: Any) -> None:
-    if len(exchanges) > 1 and used.together is not None:
-        used.together(exchanges, group).wait()
+def _by_size(by_size: choice.BySize, exchange: blocks.Exchange) -> registry.Registration:
+    moved = exchange.numel * exchange.result.element_size()
+    return by_size.at(exchange.name, moved / exchange.world_size**2)
+
+
+def _carry_out(used: Sequence[registry.Registration], exchanges: Sequence[blocks.Exchange], group: Any) -> None:
+    """Together where one implementation has all and can; every rank comes to the same, from the layouts alone."""
+    together = used[0].together
+    if len(exchanges) > 1 and together is not None and all(each is used[0] for each in used):
+        together(exchanges, group).wait()
         return
-    for exchange in exchanges:
-        used.implementation(exchange, group).wait()
+    for each, exchange in zip(used, exchanges, strict=True):
+        each.implementation(exchange, group).wait()
 
 
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]

@@ -40,12 +40,12 @@ class Announcement:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.pending = list(tensors)
-        self.arrived: list[tuple[Tensor, Tensor]] = []
+        self.arrived: list[tuple[Tensor, Any, Tensor]] = []  # tensor, group, result
 
-    def fetch(self, tensor: Tensor) -> Tensor | None:
+    def fetch(self, tensor: Tensor, group: Any) -> Tensor | None:
         """The result that an earlier call has brought along for this tensor, once; None if there is none."""
-        for number, (announced, result) in enumerate(self.arrived):
-            if announced is tensor:
+        for number, (announced, over, result) in enumerate(self.arrived):
+            if announced is tensor and over is group:
                 del self.arrived[number]
                 return result
         return None
@@ -100,22 +100,17 @@ def _dispatched(
     head_counts: tuple[int, ...] | None = None,
     room: int | None = None,
 ) -> Tensor:
-    """Dispatch a tensor, with those announced beside it where the group's exchanges are one launch.
+    """Dispatch a tensor, and along with it those announced that can go with it: in one launch, where that can be.
 
     Args:
         counts_of: each rank's token count for a tensor.
         fits: whether an announced tensor can go along, with the same head counts and room.
     """
     announced = _attention.announced
-    if announced is None:
-        company = [tensor]
-    else:
-        early = announced.fetch(tensor)
-        if early is not None:
-            return early
-        traced = torch.compiler.is_compiling()
-        alone = not traced and not exchange.launches_together(group, tensor.device)
-        company = [tensor] if alone else announced.company_of(tensor, fits)
+    early = None if announced is None else announced.fetch(tensor, group)
+    if early is not None:
+        return early
+    company = [tensor] if announced is None else announced.company_of(tensor, fits)
     rank = dist.get_rank(group)
     if torch.compiler.is_compiling():
         counts = [counts_of(each) for each in company]
@@ -127,7 +122,7 @@ def _dispatched(
         layouts = [exchange.cached_layout(counts_of(each), rank, head_counts) for each in company]
         results = exchange.dispatch_each(company, group, layouts, [room] * len(company))
     if announced is not None:
-        announced.arrived += zip(company[1:], results[1:], strict=True)
+        announced.arrived += [(one, group, result) for one, result in zip(company[1:], results[1:], strict=True)]
     return results[0]
 
 
