@@ -357,7 +357,7 @@ def test_an_unknown_exchange_is_auto_with_one_warning_and_an_error_when_strict(r
         for message in (warnings[0], text):
             assert "VLLM_MUSA_HEADPAR_EXCHANGE='teleport'" in message
             assert "auto" in message
-            assert "all_to_all, p2p" in message
+            assert "all_to_all, p2p, shared" in message
         assert kind == "ValueError"
 
 

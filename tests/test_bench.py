@@ -49,8 +49,17 @@ def test_an_equal_exchange(tmp_path: Path) -> None:
     assert case["payload_dispatch"] == case["payload_return"] == [payload] * 2
     assert case["own_block"] == [payload // 2] * 2
     lines = {line["name"]: line for line in case["lines"]}
-    assert list(lines) == ["stock", "all_to_all", "p2p", "bare collective"]
+    assert list(lines) == ["stock", "all_to_all", "p2p", "shared", "bare collective"]
     launches = {"stock": 2, "all_to_all": 2, "p2p": 3, "bare collective": 1}
+    # Nothing is sent to other ranks; what goes to them is copied twice; the signal is a barrier.
+    for counts in map(lines.pop("shared")["counts"].get, ("dispatch", "return")):
+        assert counts["bytes_between_ranks"] == [0] * 2
+        assert counts["bytes_copied"] == [payload // 2 * 3] * 2
+        assert (counts["launches"], counts["communication_launches"], counts["host_syncs"]) == (
+            [4] * 2,
+            [1] * 2,
+            [1] * 2,
+        )
     for name, line in lines.items():
         for direction in ("dispatch", "return"):
             counts = line["counts"][direction]
@@ -96,7 +105,7 @@ def test_token_counts_of_a_plot() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--exchange", "nothing"), "'nothing' is not known: expected one of all_to_all, p2p"),
+        (("--exchange", "nothing"), "'nothing' is not known: expected one of all_to_all, p2p, shared"),
         (("--heads", "3"), "--heads 3 must be divisible by the 2 ranks"),
         (("--dtype", "bfloat17"), "'bfloat17' is no torch element type"),
         (("--nproc", "1"), "at least 2 ranks"),
@@ -143,7 +152,7 @@ def test_the_same_counts_on_mccl() -> None:
     """Simulated where there is no device: the counts hold there too, the times mean nothing."""
     for report in run_ranks(on_the_simulated_device, 2, timeout=90):
         assert (report.machine["backend"], report.machine["device"]) == ("mccl", "musa")
-        assert (report.automatic, report.not_used) == ("p2p", {})
+        assert (report.automatic, report.not_used) == ("p2p", {"shared": "all_to_all"})
         (case,) = report.cases
         for line in case.lines:
             for direction in ("dispatch", "return"):

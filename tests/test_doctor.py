@@ -142,7 +142,7 @@ def settings(rank: int, nproc: int, store: str) -> None:
     check = checks_of(unknown)["VLLM_MUSA_HEADPAR_EXCHANGE"]
     assert check.verdict == "warning"
     assert "'fast', which is not known here, so auto is used" in check.seen
-    assert "auto, all_to_all, p2p" in check.todo
+    assert "auto, all_to_all, p2p, shared" in check.todo
     assert unknown.exchange["mccl"] == "p2p"
     unknown = look(VLLM_MUSA_HEADPAR="strict", VLLM_MUSA_HEADPAR_EXCHANGE="fast")
     assert not unknown.active

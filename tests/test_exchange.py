@@ -26,7 +26,7 @@ from vllm_musa_headpar.layout import HeadParallelLayout, replica_token_counts
 
 pytestmark = pytest.mark.cpu
 
-EXCHANGES = ("all_to_all", "p2p")
+EXCHANGES = ("all_to_all", "p2p", "shared")
 # What Gloo's all-to-all takes, and what it refuses and gets as bytes.
 GLOO_DTYPES = (
     torch.float32,
@@ -97,7 +97,7 @@ def make_places(split: tuple[tuple[int, ...], ...], device: str = "cpu") -> list
     """For each implementation, this rank's group of a split. Called on all ranks alike."""
     here = dist.get_rank()
     places = []
-    for exchange in EXCHANGES:
+    for exchange in EXCHANGES if device == "cpu" else ("all_to_all", "p2p"):
         for members in split:
             group = dist.new_group(list(members))
             if here in members:
@@ -483,7 +483,7 @@ def counted(rank: int, nproc: int, store: str) -> None:
         for place in make_places(SPLITS["world"]):
             layouts = layouts_of((3, 1, 0, 2))
             check_dispatch(place, layouts, 4, 3, torch.float32)  # the first exchange settles
-            name = "all_to_all_single" if place.exchange == "all_to_all" else "batch_isend_irecv"
+            name = {"all_to_all": "all_to_all_single", "p2p": "batch_isend_irecv", "shared": "barrier"}[place.exchange]
             real, seen = getattr(dist, name), Counter()  # type: ignore[var-annotated]
 
             def counting(*args: Any, real: Any = real, seen: Any = seen, **keywords: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .config import AUTO
-from .implementations import Implementation, Together, p2p, reference
+from .implementations import Implementation, Together, p2p, reference, shared
 
 # Why an implementation must not be used on a group, or None: (group, device, backend) -> reason
 Unusable = Callable[[Any, torch.device, str], "str | None"]
@@ -166,5 +166,8 @@ register_head_parallel_exchange(
     priority=10,
     unusable=p2p.unusable,
     together=p2p.together,
+)
+register_head_parallel_exchange(
+    shared.NAME, shared.shared, backends=(), unusable=shared.unusable, together=shared.together
 )
 REFERENCE = _registrations[reference.NAME]
