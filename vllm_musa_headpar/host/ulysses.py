@@ -10,7 +10,6 @@ import functools
 import importlib.util
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -218,18 +217,12 @@ def make_all_to_all_5d(stock: Function, comm: ModuleType) -> Function:
     return all_to_all_5D
 
 
-@lru_cache(maxsize=128)
-def _real_heads(heads: int, padded: int, ranks: int) -> tuple[int, ...]:
-    shard = padded // ranks
-    return tuple(min(shard, max(0, heads - rank * shard)) for rank in range(ranks))
-
-
 def real_heads(heads: int, padded: int, ranks: int) -> tuple[int, ...] | None:
     """The heads of each rank's shard of `padded` heads that are no padding; None where all are real."""
     if heads == padded:
         return None
-    uncached: Function = _real_heads.__wrapped__
-    return uncached(heads, padded, ranks) if torch.compiler.is_compiling() else _real_heads(heads, padded, ranks)
+    shard = padded // ranks
+    return tuple(min(shard, max(0, heads - rank * shard)) for rank in range(ranks))
 
 
 def _counts(seq_lens: Sequence[int], ranks: int) -> tuple[int, ...] | None:
