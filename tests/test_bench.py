@@ -222,3 +222,27 @@ def test_a_layer_with_heads_that_eight_ranks_do_not_divide(tmp_path: Path) -> No
         assert after["bytes_between_ranks"] == exchanged * 3 // 4
         assert after["bytes_copied"] == 2 * payload, "each direction once, and no padded copy"
         assert before["bytes_copied"] - after["bytes_copied"] >= padded
+
+
+@needs_host
+@pytest.mark.slow
+def test_an_attention_of_the_other_models(tmp_path: Path) -> None:
+    """Launches and copied payloads of stock and plugin, with a batch of 2; a shape that stock refuses is refused."""
+    file = tmp_path / "ulysses.json"
+    rows = measured(file, "--ulysses", "--batch", "2", "--tokens", "512", "--rounds", "1", timeout=300)
+    found = {
+        (row["part"], row["variant"]): (row["collectives"], row["bytes_copied"] / row["payload"])
+        for row in rows
+        if row["part"] != "both"
+    }
+    assert found == {
+        ("Q, K and V", "stock"): (3, 2.0),
+        ("Q, K and V", "plugin, all_to_all"): (3, 2.0),
+        ("Q, K and V", "plugin, p2p"): (1, 1.0),
+        ("return", "stock"): (1, 2.0),
+        ("return", "plugin, all_to_all"): (1, 2.0),
+        ("return", "plugin, p2p"): (1, 1.0),
+    }
+    refused = bench("--ulysses", "--heads", "3", "--nproc", "2", "--rounds", "1")
+    assert refused.returncode == 2
+    assert "3 heads must be divisible by the 2 ranks" in refused.stderr

@@ -23,7 +23,7 @@ from .. import config, plugin
 from ..testing.counters import counting
 from .layer import EXCHANGES, STOCK, Row, row_of, same_outputs
 from .rounds import WARM_UP, interleave, progress
-from .world import BenchError, World, gather_counts, group_using, launch, require
+from .world import BenchError, World, gather_counts, group_using, launch, ranks_here, require
 
 HEADS, DIM = 24, 128
 ULYSSES = "vllm_omni.diffusion.attention.parallel.ulysses"
@@ -59,6 +59,8 @@ def measure(
     """
     if importlib.util.find_spec("vllm_omni") is None:
         raise BenchError("the Ulysses bench needs vLLM-Omni: it measures the host's own attention exchanges")
+    if heads % ranks_here(nproc):
+        raise BenchError(f"{heads} heads must be divisible by the {ranks_here(nproc)} ranks: stock needs that")
     shape = (batch, tokens, heads, dim)
     rows: list[Row] | None = launch(_measure, nproc, backend, timeout, shape, rounds, tuple(exchanges))
     return rows
@@ -90,8 +92,6 @@ def print_table(rows: Sequence[Row], shape: tuple[int, int, int, int], ranks: in
 
 
 def _measure(world: World, shape: tuple[int, int, int, int], rounds: int, exchanges: tuple[str, ...]) -> list[Row]:
-    if shape[2] % world.size:
-        raise BenchError(f"{shape[2]} heads must be divisible by the {world.size} ranks: stock needs that")
     # Before the host is imported: nothing is to be fetched, and its start is no news here.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
