@@ -20,7 +20,7 @@ from vllm_musa_headpar.diagnosis import Check, Diagnosis, check_allow_list
 
 pytestmark = pytest.mark.cpu
 
-KEYS = ["active", "why", "checks", "records", "versions", "exchange", "host"]
+KEYS = ["active", "why", "checks", "records", "models", "versions", "exchange", "host"]
 # As the console script does, in a process where the modules named first cannot be imported.
 SCRIPT = """
 import sys
@@ -74,14 +74,24 @@ def test_json_of_an_active_plugin_is_all_that_is_printed() -> None:
         "version": "0.30.0",
         "platform": "unspecified",
         "runs_magi2": False,
+        "missing": None,
     }
+    magi2 = [name for name, status in statuses.items() if name.startswith("magi2.") and status == "applied"]
+    assert found["models"]["magi2"] == magi2
+    ulysses = ["ulysses.all_to_all_4d", "ulysses.uaa_dispatch", "ulysses.uaa_return", "ulysses.one_launch"]
+    assert list(found["models"])[:2] == ["magi2", "bagel"], "MAGI-2 first; BAGEL shards by hand"
+    for family in ("bagel", "flux2", "hunyuan_video", "longcat_image", "ltx2", "qwen_image", "wan2_2", "z_image"):
+        assert found["models"][family] == ulysses
+    assert found["models"]["lingbot_world"] == [ulysses[0], "ulysses.all_to_all_5d", *ulysses[1:]]
+    # One shards its sequence without exchanging heads, the others do not shard it.
+    assert not {"sana_video", "flux", "sd3", "stable_audio"} & set(found["models"])
 
 
 def test_text_under_the_vendors_allow_list() -> None:
     code, output, _ = run_doctor(VLLM_MUSA_HEADPAR="1", VLLM_PLUGINS="musa,musa_custom_ops")
     assert code == 1
     assert "\x1b" not in output
-    assert "export VLLM_PLUGINS=musa,musa_custom_ops,musa_headpar" in output
+    assert "-> append ,musa_headpar: export VLLM_PLUGINS=musa,musa_custom_ops,musa_headpar" in output
     assert "vllm_omni_register_models does not load" in output
     assert "NOT ACTIVE here\n- VLLM_PLUGINS: is 'musa,musa_custom_ops', which does not allow musa_headpar" in output
     assert "record      magi2.ep_dispatch: off" in output
@@ -93,6 +103,8 @@ def test_text_under_the_vendors_allow_list() -> None:
         ("vllm", ["vllm"], "broken"),
         ("vllm_omni", ["vllm-omni"], "none"),
         ("torch", ["torch"], "broken"),
+        ("diffusers", [], "broken"),
+        ("omegaconf", [], "broken"),
         ("vllm,vllm_omni,torch,torchada,rich", ["torch", "vllm", "vllm-omni"], "none"),
     ],
 )
@@ -102,9 +114,16 @@ def test_machines_that_lack_something(missing: str, lacking: list[str], kind: st
     found = json.loads(output)
     assert list(found) == KEYS
     assert found["active"] is False
-    required = next(check for check in found["checks"] if check["name"] == "required packages")
-    assert required["seen"] == f"missing: {', '.join(lacking)}"
+    required = [check["seen"] for check in found["checks"] if check["name"] == "required packages"]
+    assert required == ([f"missing: {', '.join(lacking)}"] if lacking else [])
     assert found["host"]["kind"] == kind
+    if kind == "broken":
+        assert found["host"]["missing"] == missing
+        (host,) = (check for check in found["checks"] if check["name"] == "host")
+        assert f"it needs the module {missing}, which is not installed" in host["seen"]
+        assert host["todo"].startswith(f"install what provides {missing}, for the Python that runs this, ")
+    assert "applied" not in {record["status"] for record in found["records"]}, "nothing is, where nothing is active"
+    assert "applied" not in next(check["seen"] for check in found["checks"] if check["name"] == "patches")
     assert bool(found["records"]) == bool(found["exchange"]) == ("torch" not in missing)
     assert (verdicts(found["checks"])["torchada"] == "problem") == ("torch" in missing)
 
@@ -241,12 +260,24 @@ def test_troubles_are_named(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("value", "omni", "verdict", "line"),
     [
-        ("musa,musa_custom_ops", False, "problem", "export VLLM_PLUGINS=musa,musa_custom_ops,musa_headpar, or unset"),
+        (
+            "musa,musa_custom_ops",
+            False,
+            "problem",
+            "append ,musa_headpar: export VLLM_PLUGINS=musa,musa_custom_ops,musa_headpar, or unset",
+        ),
         ("musa, musa_headpar", False, "problem", "export VLLM_PLUGINS=musa,musa_headpar, or unset"),
-        ("musa,musa", True, "problem", "export VLLM_PLUGINS=musa,musa_headpar (append ,vllm_omni_register_models"),
+        (
+            "musa,musa",
+            True,
+            "problem",
+            "append ,musa_headpar: export VLLM_PLUGINS=musa,musa,musa_headpar (append ,vllm_omni_r",
+        ),
         ("", True, "problem", "unset VLLM_PLUGINS, or export VLLM_PLUGINS=musa_headpar"),
         ("musa_headpar, musa", False, "warning", "export VLLM_PLUGINS=musa_headpar,musa, or unset"),
-        ("musa_headpar", True, "warning", "export VLLM_PLUGINS=musa_headpar (append ,vllm_omni_register_models"),
+        ("musa_headpar", True, "warning", "append ,vllm_omni_register_models for vllm-omni's models, or unset"),
+        ("a,musa_headpar,b", True, "warning", "append ,vllm_omni_register_models for vllm-omni's models, or unset"),
+        (" musa_headpar", True, "problem", "export VLLM_PLUGINS=musa_headpar (append ,vllm_omni_register_models for"),
         ("musa_headpar,vllm_omni_register_models", True, "ok", ""),
         ("musa_headpar", False, "ok", ""),
         (None, True, "ok", ""),
@@ -263,6 +294,7 @@ FOUND = Diagnosis(
     why=["one: is [bold]odd[/bold]"],
     checks=[Check("one", "problem", "is [bold]odd[/bold]", "do it"), Check("two", "ok", "fine")],
     records=[{"name": "a.b", "status": "refused", "reason": "drift", "replaces": REPLACES, "until": "later"}],
+    models={"magi2": ["a.b"], "one": ["c", "d"], "two": ["c", "d"]},
     versions={"python": "3.10.0"},
     exchange={"gloo": "all_to_all"},
     host={"kind": "none"},
@@ -301,6 +333,10 @@ def test_plain_text_in_a_pipe_and_without_rich(monkeypatch: pytest.MonkeyPatch, 
         "ok          two: fine",
         "record      a.b: refused (drift)",
         "            replaces " + REPLACES + "; until later",
+        "models      magi2",
+        "            served by a.b",
+        "models      one, two",
+        "            served by c, d",
         "exchange    gloo: all_to_all",
         "",
         "NOT ACTIVE here",
@@ -311,6 +347,6 @@ def test_plain_text_in_a_pipe_and_without_rich(monkeypatch: pytest.MonkeyPatch, 
     bare = capsys.readouterr()
     assert bare.out == piped.out
     assert "rich is not installed" in bare.err
-    active = Diagnosis(True, [], FOUND.checks[1:], [], {}, {}, {})
+    active = Diagnosis(True, [], FOUND.checks[1:], [], {}, {}, {}, {})
     assert present(monkeypatch, active, terminal=False) == 0
     assert capsys.readouterr().out.endswith("ACTIVE here\n")

@@ -45,10 +45,11 @@ STACK = {
 _REQUIRED = ("torch", "vllm", "vllm_omni")  # torchada has a check of its own; the vendor's are for MUSA only
 APPLIED = ("applied", "overlaid")
 BACKENDS = ("gloo", "mccl", "nccl")
-# With none of these the MoE exchange is the host's own.
-EXCHANGE_RECORDS = ("head_parallel.bridge", "magi2.ep_dispatch", "magi2.ep_undispatch", "magi2.moe_forward")
+# These serve exchanges and carry none out: with nothing else applied, all exchanges are the host's own.
+NO_EXCHANGE = ("head_parallel.publish", "magi2.known_counts", "ulysses.one_launch")
 # With all of these MAGI-2 starts on MUSA where the host's own pipeline refuses it.
 MUSA_RECORDS = ("magi2.musa_device", "magi2.musa_attention", "magi2.musa_moe")
+FITS = "fits"  # of a record that is applied here, where something else keeps the plugin from being active
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,20 @@ class Diagnosis:
         active: no check is a problem.
         why: the problems, in sentences; empty if active.
         checks: in the order in which they matter.
-        records: the ledger's records as dicts; empty where the ledger cannot be had (no torch).
+        records: the ledger's records as dicts; empty where the ledger cannot be had (no torch). Where the plugin would
+            not be active, what is applied in this process has the status "fits".
+        models: family of the host's models that exchange heads -> the records that serve it.
         versions: by package; None where it is not installed.
         exchange: backend -> the implementation that a group of it would get; empty without torch.
         host: `kind` ("0.30.0", "head_parallel", "unknown", "broken" or "none"), `reason`, `version`, `platform`,
-            `runs_magi2` (None where that cannot be told).
+            `runs_magi2` (None where that cannot be told), `missing` (a module that a broken host lacks, or None).
     """
 
     active: bool
     why: list[str]
     checks: list[Check]
     records: list[dict[str, str]]
+    models: dict[str, list[str]]
     versions: dict[str, str | None]
     exchange: dict[str, str]
     host: dict[str, Any]
@@ -106,6 +110,7 @@ def diagnose() -> Diagnosis:
     records, no_records = _records()
     exchange = _exchange(settings)
     host = _host(versions, records)
+    models = _models(records)
     checks = [
         _check_flag(settings),
         *_check_entry_points(),
@@ -116,16 +121,18 @@ def diagnose() -> Diagnosis:
         _check_host(host),
         _check_magi2(host, records),
     ]
-    called = not any(check.verdict == PROBLEM for check in checks)
-    checks += [
-        _check_loading(loading, settings, records),
-        _check_records(records, no_records, called),
+    loaded = _check_loading(loading, settings, records)
+    rest = [
         _check_exchange(settings, exchange),
         _check_profile(settings, exchange),
         _check_cross_rank(settings),
     ]
+    held_back = any(check.verdict == PROBLEM for check in (*checks, loaded, *rest))
+    checks += [loaded, _check_records(records, no_records, held_back), _check_models(models), *rest]
     why = [f"{check.name}: {check.seen}" for check in checks if check.verdict == PROBLEM]
-    return Diagnosis(not why, why, checks, records, versions, exchange, host)
+    if why:
+        records = [{**record, "status": FITS} if record["status"] in APPLIED else record for record in records]
+    return Diagnosis(not why, why, checks, records, models, versions, exchange, host)
 
 
 def _check_flag(settings: config.Settings) -> Check:
@@ -147,7 +154,7 @@ def _check_entry_points() -> list[Check]:
             checks.append(Check(f"entry point in {group}", OK, f"{NAME} = {values}"))
         else:
             verdict = WARNING if any(found.values()) else PROBLEM
-            todo = "install the package again: pip install --no-deps --no-build-isolation -e ."
+            todo = "install the package again: pip install --no-deps -e ."
             checks.append(Check(f"entry point in {group}", verdict, f"there is no {NAME}", todo))
     return checks
 
@@ -166,13 +173,19 @@ def check_allow_list(value: str | None, *, omni: bool = True) -> Check:
         return Check(ALLOW_LIST, PROBLEM, f"is {value!r}: an empty list allows no plugin at all", todo)
     names = value.split(",")
     clean = list(dict.fromkeys(name.strip() for name in names if name.strip()))
-    line = f"export {ALLOW_LIST}={','.join(clean if NAME in clean else [*clean, NAME])}"
     blanks = [name for name in names if name != name.strip()]
     told_blanks = f"; vLLM does not strip blanks, so {', '.join(map(repr, blanks))} names no plugin" if blanks else ""
     lost = omni and OMNI_MODELS not in names
     told_lost = f"; vllm-omni's own {OMNI_MODELS} does not load under this list either" if lost else ""
-    more = f" (append ,{OMNI_MODELS} for vllm-omni's models)" if omni and OMNI_MODELS not in clean else ""
-    todo = f"{line}{more}, or unset {ALLOW_LIST}"
+    more = f"append ,{OMNI_MODELS} for vllm-omni's models" if omni and OMNI_MODELS not in clean else ""
+    if blanks:  # what is there must be written anew
+        whole = ",".join(clean if NAME in clean else [*clean, NAME])
+        advice = f"export {ALLOW_LIST}={whole}{f' ({more})' if more else ''}"
+    elif NAME not in names:
+        advice = f"append ,{NAME}: export {ALLOW_LIST}={value},{NAME}{f' ({more})' if more else ''}"
+    else:
+        advice = more
+    todo = f"{advice}, or unset {ALLOW_LIST}"
     if NAME not in names:
         return Check(ALLOW_LIST, PROBLEM, f"is {value!r}, which does not allow {NAME}{told_blanks}{told_lost}", todo)
     if blanks or lost:
@@ -330,7 +343,7 @@ def _ask(question: Callable[[], Any]) -> Any:
 
 
 def _host(versions: dict[str, str | None], records: list[dict[str, str]]) -> dict[str, Any]:
-    kind, reason = _host_kind()
+    kind, reason, missing = _host_kind()
     known = kind in (STOCK, NEWER)
     wants_cuda = _ask(_pipeline_requires_cuda) if known else None
     current = _ask(_current_platform) if known else "unknown"
@@ -345,6 +358,7 @@ def _host(versions: dict[str, str | None], records: list[dict[str, str]]) -> dic
         "version": versions["vllm-omni"],
         "platform": current,
         "runs_magi2": runs,
+        "missing": missing,
     }
 
 
@@ -362,24 +376,26 @@ BROKEN = "broken"
 NONE = "none"
 
 
-def _host_kind() -> tuple[str, str]:
-    """The kind, and why in a sentence where that must be said."""
+def _host_kind() -> tuple[str, str, str | None]:
+    """The kind; where it must be said, why in a sentence; and the module that a broken host lacks."""
     if not _importable("vllm_omni"):
-        return NONE, ""
+        return NONE, "", None
     try:
         from .host.head_parallel import MAGI2, PACKAGE, host_has_module
 
         importlib.import_module(PACKAGE)
         if host_has_module():
-            return NEWER, ""
-        return (STOCK if find_spec(f"{MAGI2}.parallel") is not None else UNKNOWN), ""
+            return NEWER, "", None
+        return (STOCK if find_spec(f"{MAGI2}.parallel") is not None else UNKNOWN), "", None
     except ModuleNotFoundError as error:
         # A host that lacks these packages is an unknown one; one that lacks others cannot run.
-        if error.name is not None and error.name.startswith("vllm_omni."):
-            return UNKNOWN, ""
-        return BROKEN, str(error)
+        if error.name is None or error.name.startswith("vllm_omni."):
+            return (UNKNOWN, "", None) if error.name else (BROKEN, str(error), None)
+        package = error.name.partition(".")[0]
+        missing = error.name if _importable(package) else package
+        return BROKEN, f"it needs the module {missing}, which is not installed", missing
     except Exception as error:
-        return BROKEN, f"{type(error).__name__}: {error}"
+        return BROKEN, f"{type(error).__name__}: {error}", None
 
 
 def _pipeline_requires_cuda() -> bool:
@@ -412,7 +428,12 @@ def _check_host(host: dict[str, Any]) -> Check:
         seen = f"vllm-omni {host['version'] or 'of unknown version'}: {seen}"
     if host["kind"] in (STOCK, NEWER):
         return Check("host", OK, seen)
-    return Check("host", PROBLEM, seen, "use vLLM-Omni 0.30.0, or a development version with MUSA support")
+    todo = "use vLLM-Omni 0.30.0, or a development version with MUSA support"
+    if host["kind"] == BROKEN:  # the version is not what is wrong
+        todo = f"mend what the error says: no server starts here, plugin or not, with {sys.executable}"
+        if host["missing"] is not None:
+            todo = f"install what provides {host['missing']}, for the Python that runs this, {sys.executable}"
+    return Check("host", PROBLEM, seen, todo)
 
 
 def _check_magi2(host: dict[str, Any], records: list[dict[str, str]]) -> Check:
@@ -462,7 +483,8 @@ def _check_loading(loading: _Loading, settings: config.Settings, records: list[d
     return Check("loading plugins", OK, f"through {loading.loader}()")
 
 
-def _check_records(records: list[dict[str, str]], why_none: str, called: bool) -> Check:
+def _check_records(records: list[dict[str, str]], why_none: str, held_back: bool) -> Check:
+    """What is patched. `held_back`: something else keeps the plugin from being active."""
     if not records:
         return Check("patches", INFORMATION, f"cannot be listed here: {why_none}")
     applied = [record["name"] for record in records if record["status"] in APPLIED]
@@ -471,17 +493,39 @@ def _check_records(records: list[dict[str, str]], why_none: str, called: bool) -
         for record in records
         if record["status"] in ("refused", "overlaid")
     ]
-    if not set(applied) & set(EXCHANGE_RECORDS):
+    if held_back:
+        told = "; ".join([*([f"these fit: {', '.join(applied)}"] if applied else []), *odd])
+        return Check("patches", INFORMATION, f"none is in use, see the problems{f'; {told}' if told else ''}")
+    if not set(applied).difference(NO_EXCHANGE, MUSA_RECORDS):
         reasons = "; ".join(dict.fromkeys(odd or (record["reason"] for record in records)))
-        if not called:
-            return Check("patches", INFORMATION, f"none is applied: {reasons}")
-        return Check("patches", PROBLEM, f"no patch of the MoE exchange is applied: {reasons}", _REPORT_DRIFT)
+        return Check("patches", PROBLEM, f"no patch of an exchange is applied: {reasons}", _REPORT_DRIFT)
     if odd:
         return Check("patches", WARNING, f"{', '.join(applied)} applied; {'; '.join(odd)}", _REPORT_DRIFT)
     return Check("patches", OK, f"applied: {', '.join(applied)}")
 
 
 _REPORT_DRIFT = "what is not applied stays the host's own and works as without the plugin; report the versions above"
+
+
+def _models(records: list[dict[str, str]]) -> dict[str, list[str]]:
+    """The families of the host's models that exchange heads, MAGI-2 first, with the records that serve them."""
+    if not _importable("vllm_omni"):
+        return {}
+    unfit = ("refused", "not needed")
+    try:
+        from .host.families import served
+
+        found = served({record["name"]: record["replaces"] for record in records if record["status"] not in unfit})
+    except Exception:  # whatever a host's sources may hold
+        return {}
+    return dict(sorted(found.items(), key=lambda item: (item[0] != "magi2", item[0])))
+
+
+def _check_models(models: dict[str, list[str]]) -> Check:
+    if not models:
+        return Check("models", INFORMATION, "no family of diffusion models is known to exchange heads here")
+    seen = f"{len(models)} families of this host's diffusion models exchange heads through what is patched"
+    return Check("models", INFORMATION, f"{seen}: {', '.join(models)}. All others are left as they are")
 
 
 def _exchange(settings: config.Settings) -> dict[str, str]:

@@ -54,6 +54,14 @@ def _summary(diagnosis: Diagnosis) -> str:
     return f"ACTIVE here{f', with {warnings} warning(s)' if warnings else ''}"
 
 
+def _by_records(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """Families that the same records serve, together: the records' names and the families'."""
+    together: dict[str, list[str]] = {}
+    for family, records in diagnosis.models.items():
+        together.setdefault(", ".join(records), []).append(family)
+    return [(names, ", ".join(families)) for names, families in together.items()]
+
+
 def _as_text(diagnosis: Diagnosis) -> str:
     """Plain lines, one per fact, for pipes and files."""
     lines = []
@@ -65,6 +73,9 @@ def _as_text(diagnosis: Diagnosis) -> str:
         reason = f" ({record['reason']})" if record["reason"] else ""
         lines.append(f"{'record':<12}{record['name']}: {record['status']}{reason}")
         lines.append(f"{'':<12}replaces {record['replaces']}; until {record['until']}")
+    for names, families in _by_records(diagnosis):
+        lines.append(f"{'models':<12}{families}")
+        lines.append(f"{'':<12}served by {names}")
     lines += [f"{'exchange':<12}{backend}: {name}" for backend, name in diagnosis.exchange.items()]
     return "\n".join([*lines, "", _summary(diagnosis)])
 
@@ -96,6 +107,11 @@ def _show_tables(diagnosis: Diagnosis) -> bool:
             told = (folded(record[key]) for key in ("reason", "replaces", "until"))
             records.add_row(Text(record["name"]), status, *told)
         console.print(records)
+    if diagnosis.models:
+        models = Table("models that exchange heads", "served by")
+        for names, families in _by_records(diagnosis):
+            models.add_row(folded(families), folded(names))
+        console.print(models)
     if diagnosis.exchange:
         exchange = Table("backend", "exchange")
         for backend, name in diagnosis.exchange.items():
