@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import exchange, layout, registry
-from .ledger import MISSING, Binding, NotNeeded, Record, Refused, imports_of, load, stock_function
+from .ledger import HOST, MISSING, Binding, NotNeeded, Record, Refused, imports_of, load, stock_function
 
 PACKAGE = "vllm_omni.diffusion.distributed"
 MODULE = f"{PACKAGE}.head_parallel"
@@ -75,13 +75,12 @@ def _bridge() -> list[Binding]:
     if not host_has_module():
         raise NotNeeded(f"this host has no {MODULE}")
     module = load(MODULE)
+    load_users()
     bindings = []
     for name, ours in FUNCTIONS.items():
-        owner, _, original = stock_function(module, name, SIGNATURE, None)
+        _, _, original = stock_function(module, name, SIGNATURE, None)
         replacement = _bridged(ours, original)
-        bindings.append(Binding(owner, name, original, replacement))
-        load_users()
-        bindings += [Binding(user, alias, original, replacement) for user, alias in imports_of(original, MAGI2)]
+        bindings += [Binding(user, alias, original, replacement) for user, alias in imports_of(original, HOST)]
     register = "register_head_parallel_exchange"
     if not hasattr(module, register):
         bindings.append(Binding(module, register, MISSING, registry.register_head_parallel_exchange))
@@ -128,7 +127,7 @@ RECORDS = (
         name="head_parallel.bridge",
         replaces=f"{MODULE}:{', '.join(FUNCTIONS)}",
         why="the host's wrappers use the exchange that suits the backend",
-        how="rebinds the two functions, also where MAGI-2 imported them by name; adds the registration",
+        how="rebinds the two functions, also where they were imported by name; adds the registration",
         hosts="vLLM-Omni development versions with that module",
         until="a vLLM-Omni whose module selects the exchange by backend itself",
         bindings=_bridge,

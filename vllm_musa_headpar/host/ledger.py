@@ -241,14 +241,23 @@ def carry_names(original: Any, replacement: Any) -> None:
 
 
 def imports_of(value: Any, package: str) -> list[tuple[ModuleType, str]]:
-    """Every module-level name within a package that is bound to this very object."""
-    return [
-        (module, name)
-        for module_name, module in sorted(sys.modules.items())
-        if isinstance(module, ModuleType) and (module_name == package or module_name.startswith(f"{package}."))
-        for name, bound in list(vars(module).items())
-        if bound is value
-    ]
+    """Every module-level name that is bound to this very object.
+
+    Within the package that is any name. In the process's other modules, a hardware plugin's worker say, it is the
+    object's own name alone: one look-up per module. Only dictionaries are looked into, so that no module is asked
+    to import anything.
+    """
+    own_name = getattr(value, "__name__", None)
+    found = []
+    for module_name, module in sorted(sys.modules.items()):
+        if not isinstance(module, ModuleType):
+            continue
+        names = vars(module)
+        if module_name == package or module_name.startswith(f"{package}."):
+            found += [(module, name) for name, bound in list(names.items()) if bound is value]
+        elif own_name is not None and names.get(own_name) is value:
+            found.append((module, own_name))
+    return found
 
 
 def _namespace(owner: Any) -> Any:

@@ -10,6 +10,7 @@ import ast
 import importlib
 import itertools
 from collections.abc import Callable
+from functools import lru_cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -36,6 +37,11 @@ def pipeline_requires_cuda() -> bool:
     source = getattr(spec.loader, "get_source", lambda name: None)(PIPELINE) if spec is not None else None
     if source is None:
         raise ImportError(f"there is no source of {PIPELINE}")
+    return _refuses_musa(source)
+
+
+@lru_cache(maxsize=4)
+def _refuses_musa(source: str) -> bool:
     raises = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise))
     texts = (node.value for statement in raises for node in ast.walk(statement) if isinstance(node, ast.Constant))
     return any(isinstance(text, str) and "requires CUDA" in text and "MUSA" not in text for text in texts)
@@ -44,18 +50,17 @@ def pipeline_requires_cuda() -> bool:
 def _require_refused_musa() -> None:
     """NotNeeded unless this is a MUSA platform on which the host refuses MAGI-2."""
     try:
-        platform = importlib.import_module(PLATFORMS).current_omni_platform
-        on_musa = platform.is_musa()
-    except Exception as error:
-        raise NotNeeded(f"this host's platform cannot be told: {type(error).__name__}: {error}") from error
-    if not on_musa:
-        raise NotNeeded("the platform is not MUSA")
-    try:
         refused = pipeline_requires_cuda()
     except ImportError as error:
         raise NotNeeded(f"this host has no MAGI-2: {error}") from error
     if not refused:
         raise NotNeeded("this host's MAGI-2 does not refuse MUSA")
+    try:
+        on_musa = importlib.import_module(PLATFORMS).current_omni_platform.is_musa()
+    except Exception as error:
+        raise NotNeeded(f"this host's platform cannot be told: {type(error).__name__}: {error}") from error
+    if not on_musa:
+        raise NotNeeded("the platform is not MUSA")
 
 
 class PlatformForMagi2:
