@@ -90,7 +90,7 @@ def ranks_here(nproc: int) -> int:
     Raises:
         BenchError: too few, or the variables that torchrun sets do not describe a world.
     """
-    world = _torchrun_world()
+    world = torchrun_world()
     size = nproc if world is None else world[1]
     if size < 2:
         told = "" if world is None else f" from WORLD_SIZE; {_UNSET}"
@@ -117,7 +117,7 @@ def launch(function: Callable[..., Any], nproc: int, backend: str, timeout: floa
     if backend == "mccl" and not has_musa():
         raise BenchError("backend mccl needs a MUSA device, and torch finds none: use --backend gloo")
     ranks_here(nproc)
-    world = _torchrun_world()
+    world = torchrun_world()
     if world is None:
         return run_ranks(_rank, nproc, function, backend, timeout, args, timeout=timeout)[0]
     rank, size = world
@@ -136,7 +136,7 @@ def launch(function: Callable[..., Any], nproc: int, backend: str, timeout: floa
 _UNSET = "unset RANK and WORLD_SIZE to have the ranks spawned here"
 
 
-def _torchrun_world() -> tuple[int, int] | None:
+def torchrun_world() -> tuple[int, int] | None:
     """This process's rank and the number of ranks as torchrun tells them; None where it does not.
 
     Raises:

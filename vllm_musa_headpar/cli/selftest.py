@@ -7,14 +7,20 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from .. import config
 from .arguments import seconds, whole_number
 
+if TYPE_CHECKING:
+    from ..testing.two_worker import CaseResult
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options, shared with `entrypoints/two_worker.py`."""
-    parser.add_argument("--nproc", type=whole_number(2), default=2, help="workers (default 2)")
+    parser.add_argument(
+        "--nproc", type=whole_number(2), default=2, help="workers (default 2); under torchrun its ranks"
+    )
     parser.add_argument(
         "--backend",
         choices=("auto", "gloo", "mccl"),
@@ -31,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Spawn the workers, print a line per case and `PASS n cases` or `FAIL ...`; returns the exit code."""
-    from ..bench.world import has_musa
+    from ..bench.world import BenchError, has_musa, torchrun_world
     from ..testing import two_worker
-    from ..testing.ranks import RankFailure, run_ranks
+    from ..testing.ranks import RankError, RankFailure, run_ranks
 
     if arguments.simulate_musa and arguments.backend == "gloo":
         print("--simulate-musa runs on the simulated MCCL: it does not go with --backend gloo", file=sys.stderr)
@@ -46,6 +52,15 @@ def run(arguments: argparse.Namespace) -> int:
         os.environ[config.FLAG] = "1"
         print(f"{config.FLAG} is switched on for this check")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        world = torchrun_world()
+        if world is not None:
+            rank, size = world
+            own = two_worker.work(rank, size, "", backend, arguments.simulate_musa, arguments.timeout)
+            return _print_own(rank, size, own)
+    except (BenchError, RankError) as error:
+        print(f"FAIL {error}")
+        return 1
     started = f"{arguments.nproc} workers, backend {backend}{', simulated' if arguments.simulate_musa else ''}"
     print(f"two-worker check: {started}", flush=True)
     try:
@@ -63,23 +78,29 @@ def run(arguments: argparse.Namespace) -> int:
     return _print_results(by_rank)
 
 
-def _print_results(by_rank: Sequence[Sequence[object]]) -> int:
-    from ..testing.two_worker import CaseResult
+def _print_own(rank: int, size: int, results: Sequence[CaseResult]) -> int:
+    """In a torchrun world each worker tells its own failures, and the first one tells all of its cases."""
+    failed = any(result.problem for result in results)
+    if rank != 0 and not failed:
+        return 0
+    print(f"two-worker check: worker {rank} of {size}")
+    return _print_results([results], first=rank)
 
+
+def _print_results(by_rank: Sequence[Sequence[CaseResult]], first: int = 0) -> int:
     counts: Counter[str] = Counter()
     for results in zip(*by_rank, strict=True):
-        first = results[0]
-        assert isinstance(first, CaseResult)
-        problems = [f"rank {rank}: {result.problem}" for rank, result in enumerate(results) if result.problem]
+        case = results[0]
+        problems = [f"rank {rank}: {result.problem}" for rank, result in enumerate(results, first) if result.problem]
         if problems:
             counts["failed"] += 1
-            print(f"failed   {first.name}: {'; '.join(problems)}")
-        elif first.skipped:
+            print(f"failed   {case.name}: {'; '.join(problems)}")
+        elif case.skipped:
             counts["skipped"] += 1
-            print(f"skipped  {first.name}: {first.skipped}")
+            print(f"skipped  {case.name}: {case.skipped}")
         else:
             counts["passed"] += 1
-            print(f"ok       {first.name}")
+            print(f"ok       {case.name}")
     skipped = f", {counts['skipped']} skipped" if counts["skipped"] else ""
     if counts["failed"]:
         print(f"FAIL {counts['failed']} of {sum(counts.values())} cases{skipped}")

@@ -6,6 +6,7 @@ In each worker the plugin comes up as vLLM-Omni's diffusion worker brings it up,
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -310,7 +311,7 @@ def _require_no_communication(made: Any) -> None:
 
 
 def work(rank: int, size: int, store: str, backend: str, simulate: bool, timeout: float) -> list[CaseResult]:
-    """One worker, as `run_ranks` calls it."""
+    """One worker, as `run_ranks` calls it; without a store, one of a torchrun world."""
     if simulate:
         from . import mccl
 
@@ -320,8 +321,8 @@ def work(rank: int, size: int, store: str, backend: str, simulate: bool, timeout
         from vllm_omni.plugins import load_omni_general_plugins
 
         load_omni_general_plugins()
-    device = _device(backend, rank)
-    with default_group(rank, size, f"file://{store}", backend, timeout):
+    device = _device(backend, rank if store else int(os.environ.get("LOCAL_RANK", rank)))
+    with default_group(rank, size, f"file://{store}" if store else "env://", backend, timeout):
         return run(Worker(rank, size, dist.group.WORLD, device), has_host)
 
 
