@@ -120,7 +120,7 @@ def test_each_process_says_once_that_it_is_on(strict: tuple[Path, dict[str, Any]
     assert len(on) == len({str(pid) for pid in pids}) == 3, on  # the front end and two workers
     assert sorted(re.findall(r"pid=(\d+)", line) for line in first) == sorted(pid for pid in pids if pid)
     assert all("ulysses.all_to_all_4d" in line and "INFO" in line for line in on)
-    assert not [line for line in said if "WARNING" in line and ("headpar" in line or "HEADPAR" in line)]
+    assert not [line for line in said if "WARNING" in line and ("vllm-musa-headpar" in line or "VLLM_MUSA" in line)]
 
 
 def test_uneven_tokens_and_heads(tmp_path: Path) -> None:
