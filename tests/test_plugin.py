@@ -490,7 +490,8 @@ def test_getters_never_raise_and_keep_what_is_there(monkeypatch: pytest.MonkeyPa
         monkeypatch.delenv(name, raising=False)
     plugin.register()
     assert known.pop(FLAG) == "theirs"
-    assert {name: getter() for name, getter in known.items()} == {config.EXCHANGE: None, config.CHECK: None}
+    ours = (config.EXCHANGE, config.CHECK, config.PROFILE)
+    assert {name: getter() for name, getter in known.items()} == dict.fromkeys(ours)
     monkeypatch.setitem(sys.modules, "vllm.envs", SimpleNamespace())  # type: ignore[arg-type]
     plugin.register()
 
