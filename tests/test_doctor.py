@@ -61,7 +61,7 @@ def test_json_of_an_active_plugin_is_all_that_is_printed() -> None:
     assert set(told.values()) == {"ok", "information"}
     statuses = {record["name"]: record["status"] for record in found["records"]}
     unneeded = {name for name, status in statuses.items() if status == "not needed"}
-    assert unneeded == {"head_parallel.bridge", *diagnosis.MUSA_RECORDS}
+    assert unneeded == {"head_parallel.bridge", "magi2.attention_shards", *diagnosis.MUSA_RECORDS}
     assert set(statuses.values()) == {"applied", "not needed"}
     assert all(record["replaces"] and record["until"] for record in found["records"])
     assert found["exchange"] == {"gloo": "all_to_all", "mccl": "p2p", "nccl": "all_to_all"}

@@ -16,6 +16,7 @@ from pool import RankPool, environment
 from stand_in import MAGI2, MODULES, changed, fresh_plugin, snapshot
 
 from vllm_musa_headpar import config, log, plugin
+from vllm_musa_headpar.diagnosis import MUSA_RECORDS
 from vllm_musa_headpar.host.stock import signature_of, why_not_stock
 
 pytestmark = pytest.mark.cpu
@@ -120,7 +121,7 @@ def test_a_worker_process_says_once_that_it_is_on() -> None:
     assert lines[0].startswith("INFO ")
     assert "is on: exchange auto; patched head_parallel.publish, magi2.ep_dispatch" in lines[0]
     unneeded = [name for name, status in seen["statuses"].items() if status == "not needed"]
-    assert unneeded == ["head_parallel.bridge", "magi2.musa_device", "magi2.musa_attention", "magi2.musa_moe"]
+    assert set(unneeded) == {"head_parallel.bridge", "magi2.attention_shards", *MUSA_RECORDS}
     assert set(seen["statuses"].values()) == {"applied", "not needed"}
     assert "Unknown vLLM environment variable" not in log
     # torch is vLLM's own doing; torchada comes before anything of ours that needs torch.
@@ -280,7 +281,7 @@ def test_vllm_knows_the_variables_on_and_off_and_a_process_without_diffusion_sta
         return
     assert seen["before"] == ["pending"]
     unneeded = [name for name, status in seen["after"].items() if status == "not needed"]
-    assert unneeded == ["head_parallel.bridge", "magi2.musa_device", "magi2.musa_attention", "magi2.musa_moe"]
+    assert set(unneeded) == {"head_parallel.bridge", "magi2.attention_shards", *MUSA_RECORDS}
     assert set(seen["after"].values()) == {"applied", "not needed"}
     assert len(said) == 1
     assert "waiting: vllm_omni is not loaded in this process" in said[0]

@@ -429,3 +429,43 @@ def undispatch(tensor: Tensor, layout: HeadParallelLayout, heads: int, parts: in
         result = tensor.new_empty((*leading, layout.local_tokens, parts, heads, dim))
         recv = Side(sides.outer, result.unbind(-3), tensor.dtype)
     return Exchange("return", send, recv, layout, sides.numel, result)
+
+
+# --- Head shards: the wire itself as a tensor ---
+
+
+def dispatch_shards(wire: Tensor, layout: HeadParallelLayout) -> Exchange:
+    """The exchange of a contiguous send buffer `[shards, local_tokens, local_heads, dim]`, sent in place.
+
+    The result is `[owned_tokens, local_heads, dim]`, as of a dispatch.
+    """
+    sides, send = _with_wire(wire, layout)
+    result = wire.new_empty(sides.inner.shape)
+    recv = Side(sides.inner, (result,), wire.dtype, fresh=True)
+    return Exchange("dispatch", send, recv, layout, sides.numel, result)
+
+
+def undispatch_shards(tensor: Tensor, layout: HeadParallelLayout) -> Exchange:
+    """The exchange `[owned_tokens, local_heads, dim] -> [local_tokens, shards, local_heads, dim]`.
+
+    The result is the receive buffer `[shards, local_tokens, local_heads, dim]` itself, permuted.
+    """
+    _, heads, dim = tensor.shape
+    wire = tensor.new_empty((layout.shards, layout.local_tokens, heads, dim))
+    sides, recv = _with_wire(wire, layout)
+    send = Side(sides.inner, (tensor,), tensor.dtype)
+    return Exchange("return", send, recv, layout, sides.numel, wire.permute(1, 0, 2, 3))
+
+
+def _with_wire(wire: Tensor, layout: HeadParallelLayout) -> tuple[Plan, Side]:
+    """The plan of a layout without replicas, and the outer side as its wire: a block of tokens per shard."""
+    shards, tokens, heads, dim = wire.shape
+    return plan(layout, (shards * heads,), dim), Side(
+        _wire_grid(layout.rank, shards, tokens, heads, dim), (wire.view(-1, heads, dim),), wire.dtype, fresh=True
+    )
+
+
+@lru_cache(maxsize=512)
+def _wire_grid(rank: int, shards: int, tokens: int, heads: int, dim: int) -> Grid:
+    boxes = tuple((Box(slice(shard * tokens, (shard + 1) * tokens), slice(0, heads)),) for shard in range(shards))
+    return Grid(rank, boxes, ((shards * tokens, heads),), dim, 1)

@@ -43,7 +43,7 @@ STACK = {
     "vllm_omni": "vllm-omni",
 }
 _REQUIRED = ("torch", "vllm", "vllm_omni")  # torchada has a check of its own; the vendor's are for MUSA only
-APPLIED = ("applied", "overlaid")
+APPLIED = ("applied", "overlaid", "on trial", "proven", "gave way")
 BACKENDS = ("gloo", "mccl", "nccl")
 # These serve exchanges and carry none out: with nothing else applied, all exchanges are the host's own.
 NO_EXCHANGE = ("head_parallel.publish", "magi2.known_counts", "ulysses.one_launch")
@@ -491,7 +491,7 @@ def _check_records(records: list[dict[str, str]], why_none: str, held_back: bool
     odd = [
         f"{record['name']} {record['status']} ({record['reason']})"
         for record in records
-        if record["status"] in ("refused", "overlaid")
+        if record["status"] in ("refused", "overlaid", "on trial", "gave way")
     ]
     if held_back:
         told = "; ".join([*([f"these fit: {', '.join(applied)}"] if applied else []), *odd])

@@ -161,6 +161,30 @@ def undispatch(tensor: Tensor, group: Any, layout: HeadParallelLayout, heads: in
         return _run((exchange,), group)[0]
 
 
+def dispatch_shards(wire: Tensor, group: Any, layout: HeadParallelLayout) -> Tensor:
+    """Dispatch a validated, contiguous send buffer `[ranks, local_tokens, local_heads, dim]` in place.
+
+    Returns:
+        `[owned_tokens, local_heads, dim]`.
+    """
+    with _no_grad():
+        with agreement.telling(group, wire, "dispatch"):
+            exchange = blocks.dispatch_shards(wire, layout)
+        return _run((exchange,), group)[0]
+
+
+def undispatch_shards(tensor: Tensor, group: Any, layout: HeadParallelLayout) -> Tensor:
+    """Return one validated tensor `[owned_tokens, local_heads, dim]` without unpacking what arrives.
+
+    Returns:
+        `[local_tokens, ranks, local_heads, dim]`: the receive buffer, permuted.
+    """
+    with _no_grad():
+        with agreement.telling(group, tensor, "return"):
+            exchange = blocks.undispatch_shards(tensor, layout)
+        return _run((exchange,), group)[0]
+
+
 def _no_grad() -> AbstractContextManager[Any]:
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 

@@ -135,16 +135,21 @@ def _announce(settings: config.Settings) -> None:
 
 
 def _is_on(settings: config.Settings) -> str | None:
+    from .host.ledger import IN_FORCE
     from .version import __version__
 
     records = report()
-    applied = [record.name for record in records if record.status in ("applied", "overlaid")]
+    applied = [_with_trial(record) for record in records if record.status in IN_FORCE]
     waiting = next((record.reason for record in records if record.status == "pending"), None)
     if not applied and waiting is None:
         return None
     check = ", cross-rank check" if settings.check else ""
     done = f"waiting: {waiting}" if waiting else f"patched {', '.join(applied)}"
     return f"vllm-musa-headpar {__version__} is on: exchange {settings.exchange}{check}; {done}"
+
+
+def _with_trial(record: RecordStatus) -> str:
+    return f"{record.name} ({record.status})" if record.status in ("on trial", "gave way") else record.name
 
 
 def _in_forked_child() -> None:

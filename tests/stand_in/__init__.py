@@ -17,10 +17,14 @@ MAGI2 = "vllm_omni.diffusion.models.magi2"
 MODULES = ("parallel", "mh_moe", "attention", "modeling_magi2")
 
 
-def build(root: Path, variant: str | None) -> str:
+def build(root: Path, variant: str | None, *, attention: bool = False, layers: bool = False) -> str:
     """A tree to be put first on `sys.path`, with `head_parallel` "plain", "replicas" or another source text.
 
     Without a variant the host has neither the exchange nor MAGI-2.
+
+    Args:
+        attention: MAGI-2 has attention exchanges of its own, beside that module.
+        layers: it has no `mh_moe.py` but one per platform in `layers/`.
     """
     package = root / "vllm_omni"
     shutil.copytree(HERE / "host" / "vllm_omni", package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -30,6 +34,19 @@ def build(root: Path, variant: str | None) -> str:
         known = HERE / f"head_parallel_{variant}.py" if variant.isidentifier() else None
         source = known.read_text() if known else variant
         (package / "diffusion/distributed/head_parallel.py").write_text(source)
+    magi2 = package / "diffusion/models/magi2"
+    if attention:
+        with (magi2 / "parallel.py").open("a") as parallel:
+            parallel.write((HERE / "attention_exchange.py").read_text().partition("# --- appended ---")[2])
+        (magi2 / "attention.py").write_text((HERE / "attention.py").read_text())
+    if layers:
+        for platform in ("native", "cuda", "npu"):
+            (magi2 / "layers" / platform).mkdir(parents=True)
+            text = (magi2 / "mh_moe.py").read_text().replace("from .parallel", "from ...parallel")
+            (magi2 / "layers" / platform / "mh_moe.py").write_text(text)
+        (magi2 / "mh_moe.py").unlink()
+        modeling = (magi2 / "modeling_magi2.py").read_text()
+        (magi2 / "modeling_magi2.py").write_text(modeling.replace(".mh_moe", ".layers.native.mh_moe"))
     return str(root)
 
 

@@ -4,6 +4,7 @@
     first_use   which implementation a group uses, settled when it is first used
     self_test   that implementation tried out, before it moves anything
     check       every exchange compared across the ranks, where that is asked for
+    trial       a host's function of unknown body compared with its replacement
     telling     the others told that this rank refuses and will not come
 
 An exchange comes in by one door, `admit`; what is done before it stands in `telling`.

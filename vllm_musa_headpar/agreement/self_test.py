@@ -14,6 +14,7 @@ from ..errors import ExchangeError
 from ..layout import HeadParallelLayout
 from ..log import logger, warn_once
 from .first_use import GroupState
+from .trial import running as trials
 
 
 def prove(state: GroupState, group: Any, device: torch.device) -> None:
@@ -36,11 +37,12 @@ def prove(state: GroupState, group: Any, device: torch.device) -> None:
     if not state.used:
         state.used = True
         logger.info(
-            "first exchange of a group: %d ranks, backend %s, exchange %s%s",
+            "first exchange of a group: %d ranks, backend %s, exchange %s%s%s",
             dist.get_world_size(group),
             state.backend,
             f"{state.name} {state.by_size}" if state.name == config.AUTO else state.name,
             ", checked across ranks" if state.check else "",
+            f"; on trial: {', '.join(sorted(trial.name for trial in trials))}" if trials else "",
         )
 
 

@@ -12,7 +12,15 @@ from contextlib import contextmanager, redirect_stdout
 from ..diagnosis import INFORMATION, OK, PROBLEM, WARNING, Diagnosis, diagnose
 
 _COLOURS = {OK: "green", WARNING: "yellow", PROBLEM: "bold red", INFORMATION: "blue"}
-_STATUS_COLOURS = {"applied": "green", "refused": "bold red", "overlaid": "yellow", "pending": "yellow"}
+_STATUS_COLOURS = {
+    "applied": "green",
+    "refused": "bold red",
+    "overlaid": "yellow",
+    "pending": "yellow",
+    "on trial": "yellow",
+    "proven": "green",
+    "gave way": "yellow",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,9 +7,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .stock import why_not_stock
+
+if TYPE_CHECKING:
+    from ..agreement.trial import Trial
 
 HOST = "vllm_omni"
 MISSING = object()
@@ -22,6 +25,10 @@ NOT_NEEDED = "not needed"
 REFUSED = "refused"  # drift, or another's patch in the way; nothing was touched
 OVERLAID = "overlaid"  # applied, and since wrapped or replaced by someone else
 UNDONE = "undone"
+ON_TRIAL = "on trial"  # applied to a function of unknown body; nothing has been compared yet
+PROVEN = "proven"  # applied to a function of unknown body, and right wherever it was compared
+GAVE_WAY = "gave way"  # applied, but the host's own function is used where the results differed
+IN_FORCE = (APPLIED, OVERLAID, ON_TRIAL, PROVEN, GAVE_WAY)
 
 
 class Refused(Exception):
@@ -34,12 +41,16 @@ class NotNeeded(Exception):
 
 @dataclass(frozen=True)
 class Binding:
-    """One name that is given another value: an attribute, or a key of a dict."""
+    """One name that is given another value: an attribute, or a key of a dict.
+
+    `trial` is how a replacement does that is compared with a stock function of unknown body.
+    """
 
     owner: Any
     name: str
     original: Any
     replacement: Any
+    trial: Trial | None = None
 
     @property
     def current(self) -> Any:
@@ -274,10 +285,22 @@ def _overlaid(entry: _Entry) -> str | None:
     return None
 
 
+def _of_trial(trial: Trial) -> tuple[str, str]:
+    if trial.gave_way:
+        return GAVE_WAY, f"gave way: {trial.gave_way}"
+    if trial.layouts:
+        return PROVEN, f"proven for {trial.layouts} layout{'s' if trial.layouts > 1 else ''}"
+    return ON_TRIAL, "the host's function has an unknown body: the first call of each layout compares the two"
+
+
 def _status(entry: _Entry) -> RecordStatus:
     status, reason = entry.status, entry.reason
     if status == APPLIED and (overlaid := _overlaid(entry)) is not None:
         status, reason = OVERLAID, overlaid
+    elif status == APPLIED:
+        trials = [binding.trial for binding in entry.applied if binding.trial is not None]
+        if trials:
+            status, reason = _of_trial(trials[0])
     record = entry.record
     return RecordStatus(
         record.name, status, reason, record.replaces, record.why, record.how, record.hosts, record.until

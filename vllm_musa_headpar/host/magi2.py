@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import lru_cache, reduce
 from types import ModuleType
 from typing import Any
@@ -20,9 +22,11 @@ from torch import Tensor
 
 from .. import exchange, ops
 from ..agreement import telling
+from ..agreement.trial import Trial
 from ..layout import HeadParallelLayout
-from .head_parallel import MAGI2, require_stock_wrappers
+from .head_parallel import MAGI2, host_has_module, load_users, require_stock_wrappers
 from .ledger import Binding, NotNeeded, Record, Refused, imports_of, load, stock_function
+from .on_trial import packed_wire, trying
 from .stock import why_not_stock
 
 Function = Callable[..., Any]
@@ -185,6 +189,47 @@ def make_scatter_seqlen_gather_heads(parallel: ModuleType, stock: Function | Non
     return scatter_seqlen_gather_heads
 
 
+def make_scatter_packed_heads(parallel: ModuleType, stock: Function) -> Function:
+    """The dispatch of hosts whose Q, K and V may come as `[S_rank, ranks, H_i, D]`, views of one send buffer."""
+    plain = make_scatter_heads_gather_seqlen(parallel, stock)
+
+    def scatter_heads_gather_seqlen(tensors: Iterable[Tensor], split_sizes: Sequence[int], group: Any = None) -> Any:
+        group = group or parallel.get_magi2_ulysses_group()
+        tensors = list(tensors)
+        if not all(tensor.ndim == 4 for tensor in tensors):
+            return plain(tensors, split_sizes, group)
+        torch_group = process_group_of(group)
+        with telling(torch_group, tensors[0], "dispatch"):
+            for tensor in tensors:
+                exchange.require_dense(tensor)
+            expected = (split_sizes[group.rank], group.world_size)
+            if any(tuple(tensor.shape[:2]) != expected for tensor in tensors):
+                raise ValueError(f"packed Ulysses inputs must be [{expected[0]}, {expected[1]}, heads, dim]")
+            layout = _layout(split_sizes, group)
+        wire = packed_wire(tensors)
+        if wire is None:
+            return plain([tensor.flatten(1, 2) for tensor in tensors], split_sizes, group)
+        fused = exchange.dispatch_shards(wire, torch_group, layout)
+        return list(torch.split(fused, [tensor.shape[2] for tensor in tensors], dim=1))
+
+    return scatter_heads_gather_seqlen
+
+
+def make_scatter_seqlen_gather_head_shards(parallel: ModuleType, stock: Function) -> Function:
+    def scatter_seqlen_gather_head_shards(tensor: Tensor, split_sizes: Sequence[int], group: Any = None) -> Tensor:
+        """Return the attention output, `[sum(S_r), H, D] -> [S_rank, ranks, H, D]`, without unpacking it."""
+        group = group or parallel.get_magi2_ulysses_group()
+        torch_group = process_group_of(group)
+        with telling(torch_group, tensor, "return"):
+            exchange.require_dense(tensor)
+            if tensor.ndim != 3 or sum(split_sizes) != tensor.shape[0]:
+                raise ValueError(f"expected [{sum(split_sizes)}, heads, dim], got {list(tensor.shape)}")
+            layout = _layout(split_sizes, group)
+        return exchange.undispatch_shards(tensor, torch_group, layout)
+
+    return scatter_seqlen_gather_head_shards
+
+
 # How the layer that is being computed has split the tokens over the Ulysses group; None outside of a layer.
 _token_split: ContextVar[Any] = ContextVar("headpar_token_split", default=None)
 
@@ -277,22 +322,67 @@ def make_moe_forward(stock: Function, parallel: ModuleType, mh_moe: ModuleType) 
 
 
 def _replace_function(
-    name: str, fingerprint: str, signature: str, user: str, make: Maker
+    record: str, name: str, fingerprint: str, signature: str, user: str, make: Maker
 ) -> Callable[[], list[Binding]]:
-    """Bindings of a function of `parallel`, there and wherever MAGI-2 imported it by name."""
+    """Bindings of a function of `parallel`, there and wherever it was imported by name.
+
+    It only moves data: with another body than the known one it is taken on trial.
+    """
 
     def bindings() -> list[Binding]:
         parallel = require_stock_wrappers()
-        _, _, original = stock_function(parallel, name, signature, fingerprint)
+        trial = None
+        try:
+            _, _, original = stock_function(parallel, name, signature, fingerprint)
+        except Refused:
+            _, _, original = stock_function(parallel, name, signature, None)
+            trial = Trial(record)
         importer = load(f"{MAGI2}.{user}")
         importers = imports_of(original, MAGI2)
         if not any(module is importer for module, _ in importers):
             found = getattr(importer, name, "nothing of that name")
             raise Refused(f"{importer.__name__} does not use {parallel.__name__}.{name}, but {found!r}")
-        replacement = make(parallel, original)
-        return [Binding(module, alias, original, replacement) for module, alias in importers]
+        return _bind(parallel, original, make(parallel, original), trial)
 
     return bindings
+
+
+def _take_on_trial(
+    record: str, name: str, signatures: Sequence[str], make: Maker, otherwise: Callable[[], list[Binding]] | None
+) -> Callable[[], list[Binding]]:
+    """Bindings of an attention function of hosts with the exchange module, whose attention does without that.
+
+    Args:
+        signatures: any of them will do.
+        otherwise: what other hosts get; None where they have no such function.
+    """
+
+    def bindings() -> list[Binding]:
+        if not host_has_module():
+            if otherwise is None:
+                raise NotNeeded(f"this host's MAGI-2 has no {name}")
+            return otherwise()
+        load_users()
+        parallel = sys.modules.get(f"{MAGI2}.parallel")
+        if parallel is None or name not in vars(parallel):
+            raise NotNeeded(f"this host's MAGI-2 has no {name}")
+        reasons = [why_not_stock(vars(parallel)[name], parallel, signature, None) for signature in signatures]
+        if None not in reasons:
+            raise Refused(f"{parallel.__name__}.{name} cannot be taken on trial: {reasons[0]}")
+        original = vars(parallel)[name]
+        return _bind(parallel, original, make(parallel, original), Trial(record))
+
+    return bindings
+
+
+def _bind(parallel: ModuleType, original: Function, replacement: Function, trial: Trial | None) -> list[Binding]:
+    if trial is not None:
+        is_moe = original.__name__ in _EP_FINGERPRINTS
+        default = "get_magi2_ep_group" if is_moe else "get_magi2_ulysses_group"
+        replacement = trying(
+            trial, original, replacement, lambda group: group or getattr(parallel, default)(), process_group_of
+        )
+    return [Binding(module, name, original, replacement, trial) for module, name in imports_of(original, MAGI2)]
 
 
 def _layer_split() -> list[Binding]:
@@ -313,6 +403,7 @@ def _moe_forward() -> list[Binding]:
     owner, name, original = stock_function(mh_moe, "Magi2MultiHeadMoE.forward", "(self, x)", "dd7b8587f8f84245")
     for helper, fingerprint in _EP_FINGERPRINTS.items():
         used = getattr(mh_moe, helper, None)
+        used = getattr(used, "headpar_stock", used)  # on trial: its body is not known
         foreign = why_not_stock(used, parallel, _EP_SIGNATURE, fingerprint)
         # A wrapper may claim any module as its own, but its globals tell where it was written.
         if foreign is not None and getattr(used, "__globals__", None) is not globals():
@@ -336,6 +427,7 @@ _SIGNATURES = {
 }
 _EP_FINGERPRINTS = {"ep_dispatch": "b17c2f13713e39c0", "ep_undispatch": "b3f09ecb14ac1e99"}
 _HOSTS = "vLLM-Omni 0.30.0, and versions without the exchange module whose function is still the same"
+_ALSO_ON_TRIAL = "; with the expected signature and another body, on trial"
 _UNTIL = "a vLLM-Omni with vllm_omni.diffusion.distributed.head_parallel"
 
 
@@ -346,9 +438,20 @@ def _wrapper_record(name: str, function: str, user: str, fingerprint: str, make:
         replaces=f"{MAGI2}.parallel:{function}",
         why=why,
         how=f"same checks and messages{how}; rebound in {user}",
-        hosts=_HOSTS,
+        hosts=_HOSTS + _ALSO_ON_TRIAL,
         until=_UNTIL,
-        bindings=_replace_function(function, fingerprint, _SIGNATURES[function], user, make),
+        bindings=_replace_function(name, function, fingerprint, _SIGNATURES[function], user, make),
+    )
+
+
+def _attention_record(*known: Any, make_newer: Maker | None = None, **told: Any) -> Record:
+    """The same for attention's functions, which are taken on trial on hosts with the exchange module too."""
+    record = _wrapper_record(*known, **told)
+    name, function, make = record.name, known[1], make_newer or known[4]
+    return replace(
+        record,
+        hosts=f"{record.hosts}; also on development versions with that module",
+        bindings=_take_on_trial(name, function, (_SIGNATURES[function],), make, record.bindings),
     )
 
 
@@ -390,7 +493,7 @@ RECORDS = (
         until="a vLLM-Omni that passes known counts and does not pad",
         bindings=_moe_forward,
     ),
-    _wrapper_record(
+    _attention_record(
         "magi2.attention_dispatch",
         "scatter_heads_gather_seqlen",
         "attention",
@@ -398,8 +501,9 @@ RECORDS = (
         make_scatter_heads_gather_seqlen,
         why="Q, K and V are copied once, straight into place, instead of packed and then concatenated",
         how=", then one exchange of three tensors",
+        make_newer=make_scatter_packed_heads,
     ),
-    _wrapper_record(
+    _attention_record(
         "magi2.attention_return",
         "scatter_seqlen_gather_heads",
         "attention",
@@ -407,5 +511,20 @@ RECORDS = (
         make_scatter_seqlen_gather_heads,
         why="attention's return uses the exchange that suits the backend",
         how=", then the exchange",
+    ),
+    Record(
+        name="magi2.attention_shards",
+        replaces=f"{MAGI2}.parallel:scatter_seqlen_gather_head_shards",
+        why="attention's return uses the exchange that suits the backend, and is not unpacked",
+        how="the exchange into the buffer that the result is a view of; on trial",
+        hosts="vLLM-Omni development versions with that function",
+        until="a vLLM-Omni whose attention uses its exchange module",
+        bindings=_take_on_trial(
+            "magi2.attention_shards",
+            "scatter_seqlen_gather_head_shards",
+            ("(tensor, split_sizes, group=None)", "(tensor, split_sizes, group)"),
+            make_scatter_seqlen_gather_head_shards,
+            None,
+        ),
     ),
 )
