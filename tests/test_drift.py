@@ -198,9 +198,7 @@ def body_changed(rank: int, nproc: int, store: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_changed_body_is_on_trial_where_it_moves_data_and_left_alone_where_it_computes(
-    ranks: RankPool, name: str
-) -> None:
+def test_a_changed_body_is_on_trial_where_it_moves_data_else_left_alone(ranks: RankPool, name: str) -> None:
     ranks(body_changed, 1, name)
 
 
