@@ -260,7 +260,8 @@ def imports_of(value: Any, package: str) -> list[tuple[ModuleType, str]]:
     """
     own_name = getattr(value, "__name__", None)
     found = []
-    for module_name, module in sorted(sys.modules.items()):
+    modules: list[tuple[str, Any]] = sorted(sys.modules.items())  # some put other things there
+    for module_name, module in modules:
         if not isinstance(module, ModuleType):
             continue
         names = vars(module)
