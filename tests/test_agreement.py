@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from pool import environment, process_group
 
 from vllm_musa_headpar import registry, scatter_heads_gather_tokens, scatter_tokens_gather_heads
 from vllm_musa_headpar.agreement import first_use
+from vllm_musa_headpar.agreement.board import board_of
 from vllm_musa_headpar.blocks import Exchange
 from vllm_musa_headpar.errors import DisagreementError
 from vllm_musa_headpar.host import magi2
@@ -137,6 +139,80 @@ def test_ranks_with_different_settings_meet_and_settle_on_the_reference(ranks: A
     assert "p2p on rank 1 (global 1)" in second[0]
 
 
+# What one rank of two has set, and the other has not; no backend is claimed.
+ONE_RANKS: tuple[dict[str, str], ...] = (
+    {"VLLM_MUSA_HEADPAR_EXCHANGE": "p2p"},
+    {"VLLM_MUSA_HEADPAR_CHECK": "1"},
+    {"VLLM_MUSA_HEADPAR_EXCHANGE": "p2p", "VLLM_MUSA_HEADPAR_CHECK": "1"},
+)
+
+
+def set_on_one_rank(rank: int, nproc: int, store: str) -> list[list[str]]:
+    told = []
+    with process_group(rank, nproc, store, timeout=20):
+        for variables in ONE_RANKS:
+            for odd in range(nproc):
+                for others in ({}, {"VLLM_MUSA_HEADPAR_EXCHANGE": "all_to_all"}):
+                    group = dist.new_group(list(range(nproc)))
+                    with (
+                        environment(**(variables if rank == odd else others)),
+                        model.warnings_logged() as warnings,
+                    ):
+                        round_trip(group, (2, 1))
+                        assert in_use(group, (1, 2)) == "all_to_all"
+                        round_trip(group, (0, 1))
+                    told.append([*warnings, f"from {odd}"] if rank == odd else list(warnings))
+    return told
+
+
+def test_ranks_with_different_settings_meet_on_a_backend_that_nobody_claims(ranks: Any) -> None:
+    for rank, told in enumerate(ranks(set_on_one_rank, 2)):
+        assert len(told) == 12
+        for warnings in told:
+            if warnings[-1:] == [f"from {rank}"]:
+                (said, _) = warnings
+                assert "the stock exchange is used on a group of 2 ranks, backend gloo" in said
+                assert f"rank {1 - rank} (global {1 - rank}) asked for nothing else and did not wait" in said
+            else:
+                assert warnings == []
+
+
+def one_of_three_waits_for_nobody(rank: int, nproc: int, store: str) -> list[str]:
+    exchange = "auto" if rank == 1 else "p2p"
+    with process_group(rank, nproc, store), environment(VLLM_MUSA_HEADPAR_EXCHANGE=exchange):
+        if rank == 2:  # the others are there already, one of them waiting
+            dist.distributed_c10d._get_default_store().wait(["rank 1 was here"])
+        with model.warnings_logged() as warnings:
+            state = first_use.state_of(dist.group.WORLD, torch.device("cpu"))
+        if rank == 1:
+            dist.distributed_c10d._get_default_store().set("rank 1 was here", "")
+        assert (state.name, state.check) == ("all_to_all", False)
+        round_trip(dist.group.WORLD, (2, 1, 0))
+        return list(warnings)
+
+
+def test_those_that_wait_come_to_the_same_end_where_one_does_not(ranks: Any) -> None:
+    told = ranks(one_of_three_waits_for_nobody, 3)
+    assert told[1] == []
+    for warnings in (told[0], told[2]):
+        assert len(warnings) == 1
+        assert "did not wait" in warnings[0]
+
+
+def alone(rank: int, nproc: int, store: str) -> None:
+    """Nobody asks for anything: no rank waits for another at its first use."""
+    with process_group(rank, nproc, store, timeout=5), environment():
+        if rank == 0:
+            state = first_use.state_of(dist.group.WORLD, torch.device("cpu"))  # the others come only later
+            assert state.name == "all_to_all"
+        dist.barrier()
+        round_trip(dist.group.WORLD, (1, 2))
+
+
+def test_where_nobody_asks_for_anything_nobody_waits(ranks: Any) -> None:
+    ranks(alone, 2)
+
+
 def same_override(rank: int, nproc: int, store: str) -> None:
     with process_group(rank, nproc, store), claiming(), model.warnings_logged() as warnings:
         for name, kind in (("all_to_all", "all_to_all"), ("p2p", "p2p"), ("auto", "p2p"), ("tuned", "p2p")):
@@ -255,6 +331,45 @@ def test_a_wrong_implementation_is_caught_on_every_rank(ranks: Any) -> None:
             assert "tuned failed its self-test" in warnings[0]
             assert "backend gloo" in warnings[0]
         assert "TypeError: a planted mistake" in told[4][0]
+
+
+def broken_reference(rank: int, nproc: int, store: str) -> list[Outcome]:
+    """The backend's own collective goes wrong, on one rank or on all: zeros, nothing written, or an error."""
+    seen = []
+    real = dist.all_to_all_single
+
+    def zeroes(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        real(output, *args, **kwargs)
+        output.zero_()
+
+    def raises(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a broken collective")
+
+    def silent(*args: Any, **kwargs: Any) -> Any:
+        return None
+
+    with process_group(rank, nproc, store, timeout=10), claiming(), environment():
+        for broken, on in ((zeroes, (0, 1)), (zeroes, (1,)), (silent, (0, 1)), (raises, (0, 1))):
+            group = dist.new_group([0, 1])
+            with (
+                mock.patch.object(dist, "all_to_all_single", broken if rank in on else real),
+                model.warnings_logged() as warnings,
+            ):
+                for _ in range(2):  # it does not get better by coming again
+                    seen.append(outcome(lambda group=group: round_trip(group, (2, 1))))
+            assert warnings == []
+            round_trip(group, (2, 1))  # mended, the group is as good as any
+            assert in_use(group, (2, 1)) == "p2p"
+    return seen
+
+
+def test_a_wrong_reference_is_an_error_on_all_ranks_and_never_used(ranks: Any) -> None:
+    told = ranks(broken_reference, 2)
+    for kind, text in (*told[0], *told[1]):
+        assert kind == "ExchangeError"
+        assert "the stock exchange itself, all_to_all, fails the self-test" in text
+        assert "all_to_all_single is wrong there" in text
+    assert "a broken collective" in told[0][-1][1]
 
 
 def silent_rank(rank: int, nproc: int, store: str) -> None:
@@ -441,22 +556,26 @@ def test_every_disagreement_is_the_same_error_on_every_rank(ranks: Any) -> None:
         assert words in text
 
 
-def different_implementations(rank: int, nproc: int, store: str) -> Outcome:
+def different_implementations(rank: int, nproc: int, store: str) -> list[str]:
     exchange = "p2p" if rank == 1 else "all_to_all"
     with (
         process_group(rank, nproc, store, timeout=4),
         environment(VLLM_MUSA_HEADPAR_CHECK="1", VLLM_MUSA_HEADPAR_EXCHANGE=exchange),
+        model.warnings_logged() as warnings,
     ):
-        return outcome(lambda: round_trip(dist.group.WORLD, (2, 2)))
+        round_trip(dist.group.WORLD, (2, 2))
+        assert in_use(dist.group.WORLD, (2, 2)) == "all_to_all"
+        with model.no_collectives():
+            kind, _ = outcome(lambda: bring(dist.group.WORLD, say((2, 2), heads=4, dim=rank + 1)))
+        assert kind == "DisagreementError"
+        return list(warnings)
 
 
-def test_different_implementations_where_nothing_is_settled(ranks: Any) -> None:
-    """Gloo is claimed by nobody, so an override of one rank is a disagreement like any other."""
+def test_with_the_check_on_ranks_settle_on_any_backend(ranks: Any) -> None:
     told = ranks(different_implementations, 2)
     assert told[0] == told[1]
-    assert told[0][0] == "DisagreementError"
-    assert "implementation: " in told[0][1]
-    assert "p2p on rank 1 (global 1)" in told[0][1]
+    assert len(told[0]) == 1
+    assert "exchange: all_to_all on rank 0 (global 0), p2p on rank 1 (global 1)" in told[0][0]
 
 
 def skipped(rank: int, nproc: int, store: str) -> list[Outcome]:
@@ -686,29 +805,20 @@ def test_a_disagreement_is_an_exchange_error() -> None:
 
 
 def gives_up_and_comes_again(rank: int, nproc: int, store: str) -> list[list[int]]:
-    """Rank 0 gives up, then meets again; rank 1 comes only then. Both must have both notes."""
-    from datetime import timedelta
-
-    from vllm_musa_headpar.agreement.board import board_of
-    from vllm_musa_headpar.errors import DisagreementError
-
+    """Rank 0 gives up, then settles again; rank 1 comes only then. Both must have both notes."""
     with process_group(rank, nproc, store) as group:
         board = board_of(group)
         if rank == 0:
             with pytest.raises(DisagreementError, match="rank 1"):
-                board.meet("a first exchange", {"rank": rank}, timedelta(milliseconds=300))
+                board.settle("a first exchange", {"rank": rank}, timedelta(milliseconds=300))
         dist.barrier()
-        try:
-            met = board.meet("a first exchange", {"rank": rank})
-        except DisagreementError:  # rank 1 may see the note of a rank that had given up
-            met = board.meet("a first exchange", {"rank": rank})
-        notes = [[note["rank"] for note in met]]
+        settled = board.settle("a first exchange", {"rank": rank})
+        notes = [[note["rank"] for note in settled.notes.values()]]
         notes.append([note["rank"] for note in board.meet("another", {"rank": rank})])
         dist.barrier()
         return notes
 
 
 def test_a_rank_that_gave_up_can_meet_again(ranks: Any) -> None:
-    """Also where the late one comes between the two: it is told, and both meet when they come again."""
     for notes in ranks(gives_up_and_comes_again, 2):
         assert notes == [[0, 1], [0, 1]]

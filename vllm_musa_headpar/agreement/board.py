@@ -1,16 +1,38 @@
 """Where the ranks of a group leave notes for each other: the default group's key-value store.
 
 It needs no group of its own, no device and no collective, so a rank that does not come can be named.
+
+*Lives.* A store may outlive its process groups, and keep whatever notes an earlier life left under the same names:
+refused, given up, half read. None of them is taken for one of this life:
+
+- `settle` is a handshake. Each rank writes a fresh random id and the ids that it has seen of the others, again and
+  again as they change, and is done when all ranks have seen the same ids. An old note cannot have seen an id that was
+  drawn just now, so who has seen mine is of my life, and whose notes I act on has seen mine. Ranks may come in any
+  order, and an earlier life may have ended anywhere: an old id is overwritten when its rank comes, and nobody is done
+  before. Either all ranks get there or none; a rank that gives up takes its note away, and may come again.
+- `meet` and `leave` write under a name made of all those ids. Nobody wrote under it before.
+- `announce` waits for nobody, so nothing can have been seen. Its note carries what the making of the group itself
+  left of this rank in the store (Gloo's address, which differs from life to life and is there before any rank has the
+  group); another is ignored. On a backend that leaves nothing the note counts as it is, which is safe: it only ever
+  means that the reference is used, and those that use anything else have come through the handshake together.
+
+*Threads.* Nothing waits inside the store: one connection serves a process, and whoever waited in it would keep the
+other threads' notes out. So waiting is asking again after a pause, on a connection of the boards' own where the store
+has connections. Each thread may be at another group's board.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import secrets
+import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -18,10 +40,14 @@ from ..errors import DisagreementError, ExchangeError
 
 Note = dict[str, Any]
 _GAVE_UP = "gave_up"
+_FORMAT = 2  # part of every key: notes written otherwise are not seen at all
+_OURS = "headpar"  # what a note stands under, so that it is told from what others may have written
+
+_LONGEST = 300  # characters of a value in a message
 
 _boards: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()
-# Groups made anew under an old name must not read old notes: per store, how often a name was used.
-_generations: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+_connections: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 class NoStoreError(RuntimeError):
@@ -32,8 +58,20 @@ class BoardError(ExchangeError):
     """The ranks could not read each other's notes."""
 
 
+class Settled(NamedTuple):
+    """What came of `settle`.
+
+    Attributes:
+        notes: by rank; of all ranks, unless some do not wait.
+        away: the ranks that have announced their note and do not wait.
+    """
+
+    notes: dict[int, Note]
+    away: list[int]
+
+
 class Board:
-    """Notes of one group. Every rank must call `meet` and `leave` in the same order.
+    """Notes of one group. Every rank must call `settle`, `meet` and `leave` in the same order.
 
     Attributes:
         sequence: how many numbered meetings this group has had.
@@ -47,47 +85,121 @@ class Board:
             name = str(group.group_name)
         except Exception as error:
             raise NoStoreError(f"the ranks of {group!r} have no store to meet in: {error}") from error
-        used = _generations.setdefault(store, Counter())
-        self._prefix = f"headpar/{name}/{used[name]}"
-        used[name] += 1
-        self._store = store
-        self._patience = store.timeout  # the process groups' own timeout, a timedelta
+        try:
+            self._left_by_group: Any = group.get_group_store()
+        except Exception:
+            self._left_by_group = None
+        self._default = store
+        self._prefix = f"headpar/{_FORMAT}/{name}"
+        self._life: str | None = None
+        self._patience: timedelta = self._default.timeout  # the process groups' own timeout
         self._given_up: Counter[str] = Counter()
         self.sequence = 0
 
-    def meet(self, topic: str, note: Note, at_most: timedelta = timedelta.max) -> list[Note]:
-        """Publish this rank's note, wait for everyone's and return them in rank order.
+    def announce(self, topic: str, note: Note) -> None:
+        """Publish this rank's note for those that settle, without waiting for them.
+
+        Raises:
+            BoardError: the store cannot be reached.
+        """
+        try:
+            self._announce(self._default, topic, note)
+        except RuntimeError as error:
+            raise self._broken(topic, error) from error
+
+    def settle(self, topic: str, note: Note, at_most: timedelta = timedelta.max) -> Settled:
+        """Publish this rank's note and wait for everyone's, until all ranks have seen each other.
+
+        Where a rank does not wait nobody does: then this one's note is announced as well, and all that is known
+        returned. Otherwise the board is of this life from here on.
 
         Args:
             at_most: how long to wait; never longer than the store's timeout, which is the process groups'.
 
         Raises:
+            DisagreementError: a rank did not come in time; the message names it.
+            BoardError: the store cannot be reached, or what is in it is no note.
+        """
+        patience = min(self._patience, at_most)
+        try:
+            store = _connection(self._default)
+            try:
+                return self._settle(store, topic, note, patience)
+            except Exception:
+                store.delete_key(self._key(topic, self._rank))
+                raise
+        except RuntimeError as error:
+            if isinstance(error, ExchangeError):
+                raise
+            raise self._broken(topic, error) from error
+
+    def _settle(self, store: Any, topic: str, note: Note, patience: timedelta) -> Settled:
+        own = secrets.token_hex(8)
+        seen: list[str | None] = [None] * len(self._ranks)
+        seen[self._rank] = own
+        said: list[str | None] = []
+        here = {self._rank}
+        pause = _Pause(patience)
+        while True:
+            mine: Note = {"id": own, "seen": list(seen), "left": None, "note": note}
+            if said != seen:
+                said = list(seen)
+                store.set(self._key(topic, self._rank), _write(mine))
+            found: dict[int, Note] = {self._rank: mine}
+            for rank in range(len(self._ranks)):
+                other = self._look(store, topic, rank) if rank != self._rank else None
+                if other is not None:
+                    found[rank] = other
+            notes = {rank: found[rank]["note"] for rank in sorted(found)}
+            away = [rank for rank, other in found.items() if other["id"] is None and self._is_fresh(rank, other)]
+            if away:
+                self._announce(store, topic, note)
+                return Settled(notes, sorted(away))
+            for rank, other in found.items():
+                seen[rank] = other["id"]
+                if other["seen"] is not None and other["seen"][self._rank] == own:
+                    here.add(rank)
+            if None not in seen and all(other["seen"] == seen for other in found.values()):
+                if self._life is None:
+                    self._life = hashlib.sha256("/".join(map(str, seen)).encode()).hexdigest()[:16]
+                return Settled(notes, [])
+            if said == seen and not pause.wait():
+                others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
+                raise self._did_not_arrive([rank for rank in others if rank not in here] or others, topic, patience)
+
+    def meet(self, topic: str, note: Note, at_most: timedelta = timedelta.max) -> list[Note]:
+        """Publish this rank's note, wait for everyone's and return them in rank order. After `settle` only.
+
+        Args:
+            at_most: as for `settle`.
+
+        Raises:
             DisagreementError: a rank did not publish in time; the message names it.
-            BoardError: the store cannot be reached.
+            BoardError: the store cannot be reached, or what is in it is no note.
         """
         # Who comes late to a meeting that others have given up must not be taken for one of their next.
-        attempt = self._given_up[topic]
-        keys, patience = self._keys(f"{topic}/{attempt}"), min(self._patience, at_most)
+        attempt = f"{topic}/{self._given_up[topic]}"
+        keys, patience = self._keys(attempt), min(self._patience, at_most)
         try:
-            self._store.set(keys[self._rank], json.dumps(note))
-            absent = self._wait(keys, patience)
+            store = _connection(self._default)
+            store.set(keys[self._rank], _write(note))
+            absent = self._wait(store, keys, patience)
             if absent:  # the note stays, marked, so that no other rank takes this one for absent
-                self._store.set(keys[self._rank], json.dumps({**note, _GAVE_UP: True}))
+                store.set(keys[self._rank], _write({**note, _GAVE_UP: True}))
                 notes, gave_up = [], []
             else:
-                notes = [json.loads(self._store.get(key)) for key in keys]
+                notes = [self._parse(store.get(key), rank, key) for rank, key in enumerate(keys)]
                 gave_up = [rank for rank, other in enumerate(notes) if other.get(_GAVE_UP)]
                 if not gave_up:
-                    self._read(f"{topic}/{attempt}", keys)
+                    self._read(store, attempt, keys)
+        except BoardError:
+            raise
         except RuntimeError as error:
-            raise BoardError(f"the ranks cannot meet for {topic}: the default group's store failed: {error}") from error
+            raise self._broken(topic, error) from error
         if absent or gave_up:
             self._given_up[topic] += 1
         if absent:
-            raise DisagreementError(
-                f"{self.name_ranks(absent)} did not arrive at {topic} within {patience.total_seconds():g} s: dead, "
-                "stuck, in another call, or set up differently (the environment must be the same on all ranks)"
-            )
+            raise self._did_not_arrive(absent, topic, patience)
         if gave_up:
             raise DisagreementError(
                 f"{self.name_ranks([self._rank])} came to {topic} when {self.name_ranks(gave_up)} had given up waiting"
@@ -95,10 +207,11 @@ class Board:
         return notes
 
     def leave(self, topic: str, note: Note) -> None:
-        """Publish this rank's note without waiting for the others'."""
-        keys = self._keys(f"{topic}/{self._given_up[topic]}")
-        self._store.set(keys[self._rank], json.dumps(note))
-        self._read(f"{topic}/{self._given_up[topic]}", keys)
+        """Publish this rank's note where the others meet, without waiting for theirs. After `settle` only."""
+        attempt = f"{topic}/{self._given_up[topic]}"
+        keys, store = self._keys(attempt), _connection(self._default)
+        store.set(keys[self._rank], _write(note))
+        self._read(store, attempt, keys)
 
     def name_ranks(self, ranks: Sequence[int]) -> str:
         """The ranks in words, in the group and global."""
@@ -111,25 +224,109 @@ class Board:
         for rank, note in enumerate(notes):
             by_value.setdefault(str(note.get(field)), []).append(rank)
         groups = sorted(by_value.items(), key=lambda item: (len(item[1]), item[1]))
-        return f"{field}: " + ", ".join(f"{value} on {self.name_ranks(ranks)}" for value, ranks in groups)
+        return f"{field}: " + ", ".join(f"{quoted(value)} on {self.name_ranks(ranks)}" for value, ranks in groups)
+
+    def _key(self, topic: str, rank: int) -> str:
+        return f"{self._prefix}/{topic}/{rank}"
 
     def _keys(self, topic: str) -> list[str]:
-        return [f"{self._prefix}/{topic}/{rank}" for rank in range(len(self._ranks))]
+        if self._life is None:
+            raise BoardError(f"the ranks cannot meet for {topic}: they have not settled on the life of their group")
+        return [f"{self._prefix}/{self._life}/{topic}/{rank}" for rank in range(len(self._ranks))]
 
-    def _wait(self, keys: list[str], patience: timedelta) -> list[int]:
-        """Wait for the keys; the ranks whose key has not come in time."""
+    def _announce(self, store: Any, topic: str, note: Note) -> None:
+        told = {"id": None, "seen": None, "left": self._left_by(self._rank), "note": note}
+        store.set(self._key(topic, self._rank), _write(told))
+
+    def _is_fresh(self, rank: int, told: Note) -> bool:
+        """Whether an announcement is of this life, as far as that can be told."""
+        return told["left"] is None or told["left"] == self._left_by(rank)
+
+    def _left_by(self, rank: int) -> str | None:
+        """What the making of the group left of a rank in the store, in short; None if nothing is found.
+
+        Gloo's rendezvous writes each rank's address under this key, and no rank gets the group before all have.
+        """
+        key = f"cpu//0/{rank}"
         try:
-            self._store.wait(keys, patience)
+            if self._left_by_group is None or not self._left_by_group.check([key]):
+                return None
+            return hashlib.sha256(self._left_by_group.get(key)).hexdigest()[:16]
         except RuntimeError:
-            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        return []
+            return None
 
-    def _read(self, topic: str, keys: list[str]) -> None:
+    def _look(self, store: Any, topic: str, rank: int) -> Note | None:
+        """What a rank has written for `settle`, if anything."""
+        key = self._key(topic, rank)
+        if not store.check([key]):
+            return None
+        raw = store.get(key)
+        told = self._parse(raw, rank, key)
+        seen = told.get("seen")
+        if not (
+            isinstance(told.get("id", 0), str | None)
+            and isinstance(told.get("left"), str | None)
+            and isinstance(told.get("note"), dict)
+            and (seen is None or (isinstance(seen, list) and len(seen) == len(self._ranks)))
+        ):
+            raise self._not_a_note(raw, rank, key)
+        return told
+
+    def _parse(self, raw: bytes, rank: int, key: str) -> Note:
+        try:
+            note = json.loads(raw)[_OURS]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            note = None
+        if not isinstance(note, dict):
+            raise self._not_a_note(raw, rank, key)
+        return note
+
+    def _not_a_note(self, raw: bytes, rank: int, key: str) -> BoardError:
+        return BoardError(
+            f"what {self.name_ranks([rank])} has under {key!r} in the default group's store is no note of this "
+            f"package: {_cut(repr(raw[:_LONGEST]))}"
+        )
+
+    def _broken(self, topic: str, error: Exception) -> BoardError:
+        return BoardError(f"the ranks cannot meet for {topic}: the default group's store failed: {error}")
+
+    def _did_not_arrive(self, absent: Sequence[int], topic: str, patience: timedelta) -> DisagreementError:
+        return DisagreementError(
+            f"{self.name_ranks(absent)} did not arrive at {topic} within {patience.total_seconds():g} s: dead, "
+            "stuck, in another call, or set up differently (the environment must be the same on all ranks)"
+        )
+
+    def _wait(self, store: Any, keys: Sequence[str], patience: timedelta) -> list[int]:
+        """Wait for the keys; the ranks whose key has not come in time."""
+        missing, pause = dict(enumerate(keys)), _Pause(patience)
+        while True:
+            missing = {rank: key for rank, key in missing.items() if not store.check([key])}
+            if not missing or not pause.wait():
+                return list(missing)
+
+    def _read(self, store: Any, topic: str, keys: Sequence[str]) -> None:
         """Whoever is the last to have read clears the notes away."""
-        counter = f"{self._prefix}/{topic}/read"
-        if self._store.add(counter, 1) == len(keys):
+        counter = f"{self._prefix}/{self._life}/{topic}/read"
+        if store.add(counter, 1) == len(keys):
             for key in (*keys, counter):
-                self._store.delete_key(key)
+                store.delete_key(key)
+
+
+class _Pause:
+    """Ever longer pauses between two looks at the store: at first next to none, for ranks that come together."""
+
+    def __init__(self, patience: timedelta) -> None:
+        self._end = time.monotonic() + patience.total_seconds()
+        self._seconds = 0.0001
+
+    def wait(self) -> bool:
+        """Sleep; False, without sleeping, when the patience is at its end."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(self._seconds, left))
+        self._seconds = min(self._seconds * 1.5, 0.02)
+        return True
 
 
 def board_of(group: Any) -> Board:
@@ -139,12 +336,52 @@ def board_of(group: Any) -> Board:
         NoStoreError: the default process group has no store, or does not know the group.
     """
     try:
-        board = _boards.get(group)
-        if board is None:
-            board = _boards[group] = Board(group)
+        with _lock:
+            board = _boards.get(group)
+            if board is None:
+                board = _boards[group] = Board(group)
     except TypeError as error:
         raise NoStoreError(f"the ranks of {group!r} have no store to meet in: {error}") from error
     return board
+
+
+def _write(note: Note) -> str:
+    return json.dumps({_OURS: note})
+
+
+def quoted(value: str) -> str:
+    """A value from another rank for a message: as it is if it is short and plain, else quoted, and cut."""
+    plain = value.isprintable()
+    return _cut(value if plain else repr(value[: 2 * _LONGEST]))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
+
+
+def _connection(store: Any) -> Any:
+    """A connection of the boards' own: in the store's, torch itself or another thread may be waiting.
+
+    Only a TCPStore has connections. One that cannot be cloned is shared, and so is any other store.
+    """
+    with _lock:
+        own = _connections.get(store)
+        if own is None:
+            own = _connections[store] = _clone(store)
+    return own
+
+
+def _clone(store: Any) -> Any:
+    kinds: Any = dist
+    innermost = store
+    while isinstance(innermost, kinds.PrefixStore):
+        innermost = innermost.underlying_store
+    if isinstance(innermost, kinds.TCPStore):
+        try:
+            return store.clone()
+        except (AttributeError, RuntimeError):
+            pass
+    return store
 
 
 def _join(ranks: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..errors import DisagreementError
-from .board import Board, Note, board_of
+from .board import Board, Note, board_of, quoted
 
 # The check is for finding a rank that is missing: it does not wait as long as a process group may.
 PATIENCE = timedelta(minutes=5)
@@ -23,9 +23,9 @@ def compare(group: Any, name: str, note: Note) -> None:
     note = {"sequence": board.sequence, "direction": name, "error": None, **note}
     topic = _next_topic(board)
     notes = board.meet(topic, note, PATIENCE)
-    refused = [rank for rank, other in enumerate(notes) if other["error"] is not None]
+    refused = [rank for rank, other in enumerate(notes) if other.get("error") is not None]
     if refused:
-        told = "; ".join(f"{board.name_ranks([rank])}: {notes[rank]['error']}" for rank in refused)
+        told = "; ".join(f"{board.name_ranks([rank])}: {quoted(str(notes[rank]['error']))}" for rank in refused)
         raise DisagreementError(f"the ranks disagree at {topic}: refused by its own rank, {told}")
     fields = [field for field in note if len({str(other.get(field)) for other in notes}) > 1]
     if fields:

@@ -1,13 +1,18 @@
-"""First use of a group, where a tuned implementation can be chosen: which one its ranks use, and whether they check.
+"""First use of a group: which implementation its ranks use, and whether they check.
 
-The ranks tell each other, over the store, what each would use; no collective. If they differ, all use the reference.
-Where only the reference can be chosen there is nothing to settle.
+The ranks tell each other, over the store, what each would use; no collective. Where all have asked for nothing that
+would need the others, each leaves a note and goes on. Whoever could do otherwise waits for the
+others' notes, and settles with those that wait as well. If ranks differ, all use the reference.
+
+Threads may be at the first use of one group at the same time: it is settled once, and the others wait for that.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from .. import choice, config, registry
-from ..log import warn_once
+from ..log import logger, warn_once
 from ..version import __version__
-from .board import Board, NoStoreError, Note, board_of
+from .board import Board, BoardError, NoStoreError, Note, board_of, quoted
 
 
 @dataclass
@@ -53,31 +58,53 @@ class GroupState:
 
 # Hung on the group weakly: a group made anew, even at the same address, settles anew.
 states: weakref.WeakKeyDictionary[Any, dict[str, GroupState]] = weakref.WeakKeyDictionary()
+_locks: weakref.WeakKeyDictionary[Any, dict[str, threading.Lock]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def state_of(group: Any, device: torch.device) -> GroupState:
-    """The state of a group for a device; settled with the other ranks on the first call.
+    """The state of a group for a device; settled with the other ranks on the first call, once per process.
 
     Raises:
         ValueError: the group has no backend for the device; or strict mode and an unknown implementation.
         DisagreementError: a rank does not come to settle.
+        BoardError: the store cannot be reached, or what is in it is no note.
         NoStoreError: the check is asked for and there is no store to do it over.
     """
     try:
         return states[group][device.type]
     except (KeyError, TypeError):
         pass
-    state = _settle(group, device)
-    try:
-        states.setdefault(group, {})[device.type] = state
-    except TypeError:  # a group of the caller's own kind that cannot be referred to weakly: nothing is kept
-        state.used = True
+    with once(group, device):
+        state = known_states(group).get(device.type)  # another thread may have been here meanwhile
+        if state is None:
+            state = _settle(group, device)
+            try:
+                with _lock:
+                    states.setdefault(group, {})[device.type] = state
+            except TypeError:  # a group of the caller's own kind that cannot be referred to weakly: nothing is kept
+                state.used = True
     return state
 
 
-def known_states(group: Any) -> Iterable[GroupState]:
-    """The states of a group that have been settled so far."""
-    return states.get(group, {}).values()
+def once(group: Any, device: torch.device) -> AbstractContextManager[Any]:
+    """Context: what is done once per process for a group and a device type. Another thread waits.
+
+    Threads at other groups do not, nor those at another device type of this one: the ranks of each meet on their own.
+    """
+    try:
+        with _lock:
+            return _locks.setdefault(group, {}).setdefault(device.type, threading.Lock())
+    except TypeError:
+        return nullcontext()
+
+
+def known_states(group: Any) -> Mapping[str, GroupState]:
+    """The states of a group that have been settled so far, by device type."""
+    try:
+        return states.get(group, {})
+    except TypeError:
+        return {}
 
 
 def _settle(group: Any, device: torch.device) -> GroupState:
@@ -85,23 +112,15 @@ def _settle(group: Any, device: torch.device) -> GroupState:
     backend = registry.backend_of(group, device)
     exchange = _known_exchange(settings)
     registration = registry.select(backend, exchange)
-    if settings.check:
-        board_of(group)
     claimed = registry.claim(backend) is not None
-    by_profile = choice.asked(settings, exchange)
-    if backend is None or (registration is registry.REFERENCE and not claimed and not by_profile):
-        return GroupState(backend, registration, settings.check, proven=True)
-    ranks = dist.get_world_size(group)
-    followed = choice.Followed()
-    if by_profile and settings.profile is not None:
-        followed = choice.follow(settings.profile, registration, backend, device, ranks)
-    unusable = _unusable([registration, *followed.registrations()], group, device, backend)
-    # With the check on, ranks that were not asked to use another exchange do not come to settle.
-    if settings.check and not claimed and not by_profile:
-        if unusable:
-            warn_once(f"the stock exchange is used on backend {backend}: {unusable[registration.name]}")
-            registration = registry.REFERENCE
-        return _state(backend, registration, True, choice.limit(registration, backend, device, ranks))
+    by_profile = backend is not None and choice.asked(settings, exchange)
+    waits = settings.check or claimed or by_profile or registration is not registry.REFERENCE
+    followed, unusable = choice.Followed(), {}
+    if backend is not None and waits:
+        if by_profile and settings.profile is not None:
+            ranks = dist.get_world_size(group)
+            followed = choice.follow(settings.profile, registration, backend, device, ranks)
+        unusable = _unusable([registration, *followed.registrations()], group, device, backend)
     proposal = {
         "exchange": registration.name,
         "check": settings.check,
@@ -110,21 +129,52 @@ def _settle(group: Any, device: torch.device) -> GroupState:
         "profile": followed.digest,
         "profile_problem": followed.problem,
     }
+    topic = f"the first exchange on {device.type}"
+    if not waits:  # nothing else can come of it here, but the others may be waiting
+        try:
+            board_of(group).announce(topic, proposal)
+        except (NoStoreError, BoardError) as error:
+            logger.debug("no rank could be told that nothing is settled here: %s", error)
+        return GroupState(backend, registry.REFERENCE, False, proven=True)
     try:
         board = board_of(group)
     except NoStoreError as error:
+        if settings.check:
+            raise
         warn_once(f"the stock exchange is used on backend {backend}: {error}")
         return GroupState(backend, registry.REFERENCE, False, proven=True)
-    proposals = board.meet(f"the first exchange on {device.type}", proposal)
-    check = any(other["check"] for other in proposals)
-    if not all(other["check"] == check for other in proposals):
-        warn_once(f"{config.CHECK} is on for some ranks only; it is now on for all of this group")
+    notes, away = board.settle(topic, proposal)
+    where = f"on a group of {dist.get_world_size(group)} ranks, backend {backend}"
+    if away:
+        unchecked = f", and {config.CHECK} is off for this group" if settings.check else ""
+        warn_once(
+            f"the stock exchange is used {where}{unchecked}: {board.name_ranks(away)} asked for nothing else and did "
+            "not wait (the environment must be the same on all ranks)"
+        )
+        return GroupState(backend, registry.REFERENCE, False, proven=True)
+    return _from_proposals(board, [notes[rank] for rank in sorted(notes)], registration, followed, backend, device)
+
+
+def _from_proposals(
+    board: Board,
+    proposals: list[Note],
+    registration: registry.Registration,
+    followed: choice.Followed,
+    backend: str | None,
+    device: torch.device,
+) -> GroupState:
+    """What comes of the proposals of all ranks, the same on each of them."""
     where = f"on a group of {len(proposals)} ranks, backend {backend}"
     reason = _why_reference(board, proposals)
+    check = any(other.get("check") for other in proposals)
+    if not all(other.get("check") for other in proposals) and check:
+        warn_once(f"{config.CHECK} is on for some ranks only; it is now on for all of this group")
     if reason is not None:
         warn_once(f"the stock exchange is used {where}: {reason}")
         registration = registry.REFERENCE
-    without = _why_without_profile(board, proposals)
+    if backend is None:
+        return GroupState(backend, registration, check, proven=True)
+    without = None if _of_another_version(proposals) else _why_without_profile(board, proposals)
     if without is not None:
         warn_once(f"no profile is used {where}: {without}")
     elif reason is None and followed.by_size is not None:
@@ -132,7 +182,12 @@ def _settle(group: Any, device: torch.device) -> GroupState:
         for name, why in refused.items():
             warn_once(f"the stock exchange is used in the place of the profile's {name} {where}: {why}")
         return _state(backend, registration, check, followed.by_size.without(refused))
-    return _state(backend, registration, check, choice.limit(registration, backend, device, ranks))
+    return _state(backend, registration, check, choice.limit(registration, backend, device, len(proposals)))
+
+
+def _of_another_version(proposals: list[Note]) -> bool:
+    """Whether ranks run different versions of this package, whose notes may have other fields."""
+    return any(proposal.get("version") != __version__ for proposal in proposals)
 
 
 def _state(backend: str, registration: registry.Registration, check: bool, by_size: choice.BySize | None) -> GroupState:
@@ -172,12 +227,13 @@ def _unusable(
 
 def _why_reference(board: Board, proposals: list[Note]) -> str | None:
     """Why the ranks cannot all use what they propose, the same words on every rank; None if they can."""
+    if _of_another_version(proposals):
+        return f"the ranks differ in {board.differences('version', proposals)}"
     for rank, proposal in enumerate(proposals):
         if proposal["exchange"] in proposal["unusable"]:
-            return f"{board.name_ranks([rank])}: {proposal['unusable'][proposal['exchange']]}"
-    for field in ("exchange", "version"):
-        if len({proposal[field] for proposal in proposals}) > 1:
-            return f"the ranks differ in {board.differences(field, proposals)}"
+            return f"{board.name_ranks([rank])}: {quoted(str(proposal['unusable'][proposal['exchange']]))}"
+    if len({proposal["exchange"] for proposal in proposals}) > 1:
+        return f"the ranks differ in {board.differences('exchange', proposals)}"
     return None
 
 

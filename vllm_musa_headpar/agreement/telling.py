@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +12,7 @@ from ..errors import DisagreementError
 from ..log import logger
 from . import check
 from .board import BoardError, NoStoreError, board_of
-from .first_use import known_states, state_of
+from .first_use import GroupState, known_states, state_of
 
 # What comes of the meeting itself: the others are in it, or there is none. Nothing is left to be told.
 _OF_THE_MEETING = (DisagreementError, BoardError, NoStoreError)
@@ -51,20 +50,21 @@ def _tell(group: Any, where: object, name: str, error: Exception) -> None:
     try:
         if isinstance(error, _OF_THE_MEETING) or hasattr(error, "_headpar_told"):
             return
-        if not any(state.check for state in known_states(group)) and not config.read().check:
+        if not any(state.check for state in known_states(group).values()) and not config.read().check:
             return
         error._headpar_told = True  # type: ignore[attr-defined]
-        _settle_first(group, where)
+        if not _settle_first(group, where).check:
+            return
         check.refuse(board_of(group), name, f"{type(error).__name__}: {error}")
     except Exception as failure:
         logger.debug("a refusal could not be published: %s", failure)
 
 
-def _settle_first(group: Any, where: object) -> None:
+def _settle_first(group: Any, where: object) -> GroupState:
     """Come to settle as the others do first, also where the refused tensor is on no device of the group."""
     device = where if isinstance(where, torch.device) else getattr(where, "device", None)
-    own = [device] if isinstance(device, torch.device) else []
-    for candidate in (*own, *map(torch.device, registry.device_types(group)), torch.device("cpu")):
-        with suppress(ValueError):
-            state_of(group, candidate)
-            return
+    types = registry.device_types(group) or ("cpu",)
+    if isinstance(device, torch.device) and device.type in types:
+        return state_of(group, device)
+    settled = [state for state in known_states(group).values() if state.check]
+    return settled[0] if settled else state_of(group, torch.device(types[0]))
