@@ -44,6 +44,7 @@ _FORMAT = 2  # part of every key: notes written otherwise are not seen at all
 _OURS = "headpar"  # what a note stands under, so that it is told from what others may have written
 
 _LONGEST = 300  # characters of a value in a message
+_BEGINNING = 80  # bytes of what is no note
 
 _boards: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()
 _connections: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -284,7 +285,7 @@ class Board:
     def _not_a_note(self, raw: bytes, rank: int, key: str) -> BoardError:
         return BoardError(
             f"what {self.name_ranks([rank])} has under {key!r} in the default group's store is no note of this "
-            f"package: {_cut(repr(raw[:_LONGEST]))}"
+            f"package: {len(raw)} bytes, {raw[:_BEGINNING]!r}"
         )
 
     def _broken(self, topic: str, error: Exception) -> BoardError:
