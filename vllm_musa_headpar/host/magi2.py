@@ -510,7 +510,7 @@ RECORDS = (
         "e20b9d68b01e929a",
         make_scatter_seqlen_gather_heads,
         why="attention's return uses the exchange that suits the backend",
-        how=", then the exchange",
+        how=", then the exchange; contiguous also with one local head, where stock leaves a permuted view",
     ),
     Record(
         name="magi2.attention_shards",
