@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -584,3 +584,47 @@ def compile_contract(rank: int, ranks: int, store: str) -> list[str]:
 
 def test_the_contract_and_magi2_compile_whole(ranks: Any) -> None:
     assert ranks(compile_contract, 2, timeout=600.0) == [[], []]
+
+
+# --- On MUSA with MCCL, simulated where there is no card ----------------------------------------------
+
+
+def attend_on_mccl(rank: int, ranks: int, store: str, mode: str) -> list[int]:
+    """One attention of uneven heads and a batch of 2, stock and plugin, on the device; what the plugin launched."""
+    from unittest import mock
+
+    import torch
+    import torch.distributed as dist
+    from musa_device import mccl_group, no_host_sync
+
+    from vllm_musa_headpar.testing.counters import counting
+
+    _, ulysses = host()
+    generator = random.Random(rank)
+    heads = (4 * ranks, 2 * ranks, 2 * ranks) if mode == "strict" else (2 * ranks - 1,) * 3
+    launches = []
+    with (
+        mccl_group(rank, ranks, store, timeout=120.0) as device,
+        torch.inference_mode(),
+        mock.patch.object(ulysses, "get_ulysses_mode", return_value=mode),
+    ):
+        tensors = [random_bits(generator, (2, 5, count, 8), torch.bfloat16).to(device) for count in heads]
+        expected = [each.cpu() for each in attend(attention_of(dist.new_group()), *tensors)]
+        with patched("auto"):
+            attention = attention_of(dist.new_group())
+            attend(attention, *tensors)  # the first use is settled
+            with counting() as counts, no_host_sync() if mode == "strict" else nullcontext():
+                found = attend(attention, *tensors)
+            launches += [counts.batches, counts.communication_launches]
+        for one, other in zip(found, expected, strict=True):
+            assert one.device.type == "musa"
+            same(one.cpu(), other)
+    return launches
+
+
+@pytest.mark.musa
+@pytest.mark.parametrize("mode", ["strict", "advanced_uaa"])
+def test_an_attention_on_mccl_is_two_launches(musa_ranks: Any, mode: str) -> None:
+    """`auto` on MCCL: point-to-point, its rules kept, the bits of stock; UAA counts tokens with a collective more."""
+    counted = 0 if mode == "strict" else 1
+    assert musa_ranks(attend_on_mccl, 2, mode, timeout=400.0) == [[2, 2 + counted]] * 2
