@@ -5,18 +5,33 @@ The host finds no platform here and takes its own "unspecified" one, which is CP
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+import vllm_omni.platforms
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 from vllm_omni.diffusion.attention import selector
 from vllm_omni.diffusion.attention.backends.ring import ring_kernels
 from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
 from vllm_omni.platforms import current_omni_platform
+
+
+@contextmanager
+def current_platform(platform: object) -> Iterator[None]:
+    """The host's platform for the time of the block, also for modules that are imported inside and keep it by name."""
+    stock = current_omni_platform
+    with mock.patch.object(vllm_omni.platforms, "_current_omni_platform", platform):
+        try:
+            yield
+        finally:
+            for name, module in list(sys.modules.items()):
+                if name.startswith("vllm_omni.") and vars(module).get("current_omni_platform") is platform:
+                    vars(module)["current_omni_platform"] = stock
 
 
 @contextmanager

@@ -191,13 +191,15 @@ def troubles(rank: int, nproc: int, store: str) -> None:
 
     import torch
     import vllm.plugins
-    import vllm_omni.platforms
     import vllm_omni.plugins
+    from host_platform import current_platform
 
     def look(flag: str = "1") -> Diagnosis:
         vllm.plugins.plugins_loaded = vllm_omni.plugins.omni_plugins_loaded = False
         with environment(VLLM_MUSA_HEADPAR=flag), fresh_plugin():
             return diagnosis.diagnose()
+
+    assert look().active  # and with it the host is imported before anything is put in the place of its parts
 
     with mock.patch.dict(sys.modules, torchada=None):
         for flag in ("1", "strict"):
@@ -224,7 +226,7 @@ def troubles(rank: int, nproc: int, store: str) -> None:
 
     # On MUSA it starts with the plugin's records.
     for kind, verdict in (("cuda", "ok"), ("musa", "information"), ("npu", "warning")):
-        with mock.patch.object(vllm_omni.platforms, "_current_omni_platform", on(kind)):
+        with current_platform(on(kind)):
             found = look()
         assert found.active
         assert (found.host["platform"], found.host["runs_magi2"]) == (kind, kind != "npu")

@@ -33,7 +33,7 @@ ATTRIBUTES = {
 @contextmanager
 def musa_platform() -> Iterator[Any]:
     """vLLM-Omni as it is where its platform is MUSA; the built-in one needs the vendor's package."""
-    import vllm_omni.platforms
+    from host_platform import current_platform
     from vllm_omni.diffusion.models.magi2 import pipeline_magi2
     from vllm_omni.platforms.interface import OmniPlatformEnum, UnspecifiedOmniPlatform
 
@@ -44,10 +44,7 @@ def musa_platform() -> Iterator[Any]:
             return True
 
     platform = Musa()
-    with (
-        mock.patch.object(vllm_omni.platforms, "_current_omni_platform", platform),
-        mock.patch.object(pipeline_magi2, "current_omni_platform", platform),
-    ):
+    with current_platform(platform), mock.patch.object(pipeline_magi2, "current_omni_platform", platform):
         yield platform
 
 
