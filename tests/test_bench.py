@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stand_in import build
 
 from vllm_musa_headpar.bench import exchange, world
 from vllm_musa_headpar.bench.rounds import ticks
@@ -162,9 +163,11 @@ def test_the_same_counts_on_mccl() -> None:
                 assert counts["host_syncs"] == [0, 0]
 
 
-def layer(tmp_path: Path, nproc: int, tokens: int, timeout: float) -> dict[tuple[str, str], dict[str, Any]]:
+def layer(
+    tmp_path: Path, nproc: int, tokens: int, timeout: float, *more: str, **variables: str
+) -> dict[tuple[str, str], dict[str, Any]]:
     arguments = ("--layer", "--nproc", str(nproc), "--tokens", str(tokens), "--rounds", "1", "--timeout", str(timeout))
-    rows = measured(tmp_path / "layer.json", *arguments, timeout=timeout + 30)
+    rows = measured(tmp_path / "layer.json", *arguments, *more, timeout=timeout + 30, **variables)
     return {(row["part"], row["variant"]): row for row in rows}
 
 
@@ -222,6 +225,37 @@ def test_a_layer_with_heads_that_eight_ranks_do_not_divide(tmp_path: Path) -> No
         assert after["bytes_between_ranks"] == exchanged * 3 // 4
         assert after["bytes_copied"] == 2 * payload, "each direction once, and no padded copy"
         assert before["bytes_copied"] - after["bytes_copied"] >= padded
+
+
+@needs_host
+@pytest.mark.slow
+def test_a_layer_with_experts_on_half_of_the_ranks(tmp_path: Path) -> None:
+    """The split over all ranks tells the counts of the experts' group: nothing is asked for or waited for."""
+    rows = layer(tmp_path, 4, 6, 300, "--replicas", "2")
+    payload = 4 * 6 * 12 * 256 * 2
+    for name in ("all_to_all", "p2p"):
+        before, after = rows["MoE layer", "stock"], rows["MoE layer", f"plugin, {name}"]
+        assert (before["collectives"], after["collectives"]) == (3, 2)
+        assert (before["host_syncs"], after["host_syncs"]) == (2, 0)
+        assert before["bytes_between_ranks"] - 2 * metadata(2) == after["bytes_between_ranks"] == 2 * payload // 2
+    refused = bench("--layer", "--replicas", "3", "--nproc", "4")
+    assert refused.returncode == 2
+    assert "--replicas must divide the 4 ranks into groups of at least 2 for the experts, got 3" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_layer_of_a_newer_host(tmp_path: Path) -> None:
+    """A stand-in with the exchange module, whose MoE layer dispatches over all ranks: half of each one's tokens."""
+    tree = build(tmp_path / "host", "replicas", attention=True, moe=True)
+    rows = layer(tmp_path, 4, 6, 300, "--replicas", "2", PYTHONPATH=tree)
+    assert len(rows) == 9
+    payload = 4 * 6 * 12 * 256 * 2
+    for (part, variant), row in rows.items():
+        assert row["collectives"] == (2 if part == "MoE layer" else 1), variant
+        assert row["host_syncs"] == 0
+        if part == "MoE layer":
+            assert row["bytes_between_ranks"] == 2 * payload * 3 // 4
+            assert row["bytes_copied"] == {"stock": 4, "plugin, all_to_all": 2, "plugin, p2p": 2}[variant] * payload
 
 
 @needs_host

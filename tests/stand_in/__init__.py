@@ -17,7 +17,7 @@ MAGI2 = "vllm_omni.diffusion.models.magi2"
 MODULES = ("parallel", "mh_moe", "attention", "modeling_magi2")
 
 
-def build(root: Path, variant: str | None, *, attention: bool = False, layers: bool = False) -> str:
+def build(root: Path, variant: str | None, *, attention: bool = False, layers: bool = False, moe: bool = False) -> str:
     """A tree to be put first on `sys.path`, with `head_parallel` "plain", "replicas" or another source text.
 
     Without a variant the host has neither the exchange nor MAGI-2.
@@ -25,6 +25,7 @@ def build(root: Path, variant: str | None, *, attention: bool = False, layers: b
     Args:
         attention: MAGI-2 has attention exchanges of its own, beside that module.
         layers: it has no `mh_moe.py` but one per platform in `layers/`.
+        moe: its MoE layer has experts, and may have them on fewer ranks than the tokens.
     """
     package = root / "vllm_omni"
     shutil.copytree(HERE / "host" / "vllm_omni", package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -39,6 +40,8 @@ def build(root: Path, variant: str | None, *, attention: bool = False, layers: b
         with (magi2 / "parallel.py").open("a") as parallel:
             parallel.write((HERE / "attention_exchange.py").read_text().partition("# --- appended ---")[2])
         (magi2 / "attention.py").write_text((HERE / "attention.py").read_text())
+    if moe:
+        (magi2 / "mh_moe.py").write_text((HERE / "moe.py").read_text())
     if layers:
         for platform in ("native", "cuda", "npu"):
             (magi2 / "layers" / platform).mkdir(parents=True)

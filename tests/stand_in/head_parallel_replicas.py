@@ -61,10 +61,10 @@ class HeadParallelLayout:
 
 @lru_cache
 def replica_token_counts(token_counts: tuple[int, ...], replicas: int) -> tuple[tuple[int, ...], ...]:
-    """Only what these tests need of it: counts that each rank can split evenly."""
+    """Only what these tests need of it: each rank's tokens in equal parts, odd ones on early parts."""
     if replicas < 1 or len(token_counts) % replicas:
         raise ValueError(f"{replicas} replicas do not divide {len(token_counts)} ranks")
-    return tuple((count // replicas,) * replicas for count in token_counts)
+    return tuple(tuple((count + replicas - 1 - i) // replicas for i in range(replicas)) for count in token_counts)
 
 
 def scatter_heads_gather_tokens(tensor: torch.Tensor, group: Any, layout: HeadParallelLayout) -> torch.Tensor:

@@ -3,6 +3,9 @@
 The MoE layer is the host's own, at MAGI-2's width, with few and narrow experts, so that it runs on a CPU. It is
 called as the transformer calls it, through `Magi2TransformerLayer.forward`, whose attention and dense parts
 are replaced by nothing. What the experts do is left out of all numbers: it is the same with and without.
+
+On hosts with the exchange module the MoE layer takes the token split itself and is called alone, and may dispatch
+over a wider group than its experts' own: with replicas.
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import config, plugin
+from ..host import ledger
+from ..host.head_parallel import host_has_module
 from ..testing.counters import Counts, counting
 from .rounds import WARM_UP, Spread, interleave, progress
-from .world import BenchError, World, gather_counts, group_using, launch, require, same_bytes
+from .world import BenchError, World, gather_counts, group_using, launch, ranks_here, require, same_bytes
 
 EXCHANGES = ("all_to_all", "p2p")
 STOCK = "stock"
@@ -42,6 +47,8 @@ COMPARED = (
     "magi2.attention_dispatch",
     "magi2.attention_return",
 )
+# The same where the host has the exchange module.
+COMPARED_THERE = ("head_parallel.bridge", "magi2.attention_dispatch", "magi2.attention_return")
 PARTS = ("MoE layer", "attention dispatch", "attention return")
 
 
@@ -79,6 +86,7 @@ def measure(
     *,
     exchanges: Sequence[str] = EXCHANGES,
     heads: int = 12,
+    replicas: int = 1,
     backend: str = "auto",
     timeout: float = 600.0,
 ) -> list[Row] | None:
@@ -90,17 +98,26 @@ def measure(
         rounds: interleaved rounds to time.
         exchanges: implementations to use in the plugin's variants.
         heads: MoE heads, of any number; hidden width is 256 times that.
+        replicas: how often the ranks have all experts: they are spread over `nproc / replicas` of them.
         timeout: seconds for the whole.
 
     Returns:
         The rows by part and variant; None on the other ranks of a torchrun world.
 
     Raises:
-        BenchError: there is no MAGI-2 here, or not the one that the plugin patches.
+        BenchError: there is no MAGI-2 here, or not the one that the plugin patches; or the replicas do not divide the
+            ranks into groups of at least two.
     """
+    ranks = ranks_here(nproc)
+    if ranks % replicas or ranks == replicas:
+        raise BenchError(
+            f"--replicas must divide the {ranks} ranks into groups of at least 2 for the experts, got {replicas}"
+        )
     if importlib.util.find_spec("vllm_omni") is None:
         raise BenchError("the layer bench needs vLLM-Omni with MAGI-2: it measures the host's own layer")
-    rows: list[Row] | None = launch(_measure, nproc, backend, timeout, tokens, rounds, tuple(exchanges), heads)
+    rows: list[Row] | None = launch(
+        _measure, nproc, backend, timeout, tokens, rounds, tuple(exchanges), heads, replicas
+    )
     return rows
 
 
@@ -135,20 +152,24 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
 
 
-def _measure(world: World, tokens: int, rounds: int, exchanges: tuple[str, ...], heads: int) -> list[Row]:
+def _measure(
+    world: World, tokens: int, rounds: int, exchanges: tuple[str, ...], heads: int, replicas: int
+) -> list[Row]:
     # Before the host is imported: nothing is to be fetched, and its start is no news here.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     with torch.inference_mode():
-        bench = _Bench(world, tokens, heads)
-        variants = {STOCK: world.new_group()}
+        shards = world.size // replicas
+        bench = _Bench(world, tokens, heads, shards)
+        sizes = (world.size, shards) if replicas > 1 else (world.size,)
+        variants: dict[str, tuple[Any, Any]] = {STOCK: _wide_and_narrow([world.new_group(size) for size in sizes])}
         for exchange in exchanges:
-            group, used = group_using(exchange, world)
-            if used == exchange:
-                variants[f"plugin, {exchange}"] = group
+            groups, used = zip(*(group_using(exchange, world, size) for size in sizes), strict=True)
+            if set(used) == {exchange}:
+                variants[f"plugin, {exchange}"] = _wide_and_narrow(groups)
         try:
             counts = _checked_counts(bench, variants)
-            lines = [partial(_time, bench, name, group) for name, group in variants.items()]
+            lines = [partial(_time, bench, name, groups) for name, groups in variants.items()]
             with progress(world, f"layer, {world.size} ranks", rounds + WARM_UP) as advance:
                 seconds = interleave(lines, rounds, world, advance)
         finally:
@@ -161,8 +182,13 @@ def _measure(world: World, tokens: int, rounds: int, exchanges: tuple[str, ...],
     ]
 
 
+def _wide_and_narrow(groups: Sequence[Any]) -> tuple[Any, Any]:
+    """The group of all ranks, and the one that the experts are spread over, which may be the same."""
+    return groups[0], groups[-1]
+
+
 @contextlib.contextmanager
-def _variant(bench: _Bench, name: str, group: Any) -> Iterator[tuple[Callable[[], Any], ...]]:
+def _variant(bench: _Bench, name: str, groups: tuple[Any, Any]) -> Iterator[tuple[Callable[[], Any], ...]]:
     """The plugin on or off, and the three parts to run with it in the order of `PARTS`."""
     if name == STOCK:
         plugin.undo()
@@ -170,29 +196,36 @@ def _variant(bench: _Bench, name: str, group: Any) -> Iterator[tuple[Callable[[]
         with mock.patch.dict(os.environ, {config.FLAG: "1"}):
             plugin.register()
         _require_applied()
-    magi2_group = bench.parallel.Magi2ParallelGroup(group, bench.world.size, bench.world.rank)
-    bench.moe.ep_group = magi2_group
-    with mock.patch.object(bench.parallel, "get_magi2_ulysses_group", return_value=magi2_group):
-        yield (
-            partial(bench.layer, bench.hidden, None, None, None, bench.split),
-            # Through the module: that is where the plugin puts its own.
-            partial(bench.attention.scatter_heads_gather_seqlen, bench.qkv, bench.split, magi2_group),
-            partial(bench.attention.scatter_seqlen_gather_heads, bench.attended, bench.split, magi2_group),
-        )
+    wide, narrow = map(bench.magi2_group, groups)
+    bench.moe.ep_group = narrow
+    if bench.takes_split:
+        bench.moe.set_dispatch_group(wide)
+    moe = partial(bench.moe, bench.hidden, bench.split)
+    if bench.layer is not None:
+        moe = partial(bench.layer, bench.hidden, None, None, None, bench.split)
+    # Through the module: that is where the plugin puts its own.
+    dispatch = partial(bench.attention.scatter_heads_gather_seqlen, bench.qkv, bench.split, wide)
+    give_back = partial(bench.attention.scatter_seqlen_gather_heads, bench.attended, bench.split, wide)
+    if bench.takes_split and name != STOCK:  # on trial there, each time anew; what that costs is not measured
+        dispatch(), give_back()
+    with mock.patch.object(bench.parallel, "get_magi2_ulysses_group", return_value=wide):
+        yield moe, dispatch, give_back
 
 
 def _require_applied() -> None:
-    missing = [record for record in plugin.report() if record.name in COMPARED and record.status != "applied"]
+    compared = COMPARED_THERE if host_has_module() else COMPARED
+    working = (ledger.APPLIED, ledger.ON_TRIAL, ledger.PROVEN)
+    missing = [record for record in plugin.report() if record.name in compared and record.status not in working]
     if missing:
         told = "; ".join(f"{record.name} is {record.status}: {record.reason}" for record in missing)
         raise BenchError(f"the plugin does not patch all of this host's MAGI-2, so there is nothing to compare: {told}")
 
 
-def _checked_counts(bench: _Bench, variants: dict[str, Any]) -> list[list[dict[str, list[int]]]]:
+def _checked_counts(bench: _Bench, variants: dict[str, tuple[Any, Any]]) -> list[list[dict[str, list[int]]]]:
     """Run each variant once, compare its bits with stock's and count, by variant and part."""
     counts, expected = [], None
-    for name, group in variants.items():
-        with _variant(bench, name, group) as parts:
+    for name, groups in variants.items():
+        with _variant(bench, name, groups) as parts:
             found = [bench.counted(part) for part in parts]
         outputs = [output for output, _ in found]
         expected = expected or outputs
@@ -213,8 +246,8 @@ def _same(left: Any, right: Any) -> bool:
     return all(same_bytes(*pair) for pair in pairs)
 
 
-def _time(bench: _Bench, name: str, group: Any) -> tuple[float, ...]:
-    with _variant(bench, name, group) as parts:
+def _time(bench: _Bench, name: str, groups: tuple[Any, Any]) -> tuple[float, ...]:
+    with _variant(bench, name, groups) as parts:
         return tuple(map(bench.world.timed, parts))
 
 
@@ -238,13 +271,14 @@ class _Bench:
     """The host's modules, a layer of theirs and its inputs; runs parts of it without expert compute.
 
     Attributes:
+        takes_split: the MoE layer takes the token split, and may be set to dispatch over a wider group.
         hidden: `[tokens, heads * 256]`, the MoE layer's input.
         qkv: three of `[tokens, heads, 128]`.
         attended: `[tokens of all ranks, local heads, 128]`, what attention would have made of them.
         payloads: bytes of all ranks together, by part.
     """
 
-    def __init__(self, world: World, tokens: int, heads: int) -> None:
+    def __init__(self, world: World, tokens: int, heads: int, shards: int) -> None:
         self.world = world
         self.parallel, self.mh_moe, self.attention, self.modeling = (
             importlib.import_module(f"{MAGI2}.{name}") for name in ("parallel", "mh_moe", "attention", "modeling_magi2")
@@ -257,10 +291,15 @@ class _Bench:
         self.attended = self._random(tokens * world.size, attention_heads // world.size, ATTENTION_DIM)
         moe, attention = (tensor.nbytes * world.size for tensor in (self.hidden, self.attended))
         self.payloads = (moe, 3 * attention, attention)
-        self.moe = self._moe(heads)
-        self.layer = self._layer()
+        self.moe = self._moe(heads, shards)
+        self.takes_split = hasattr(self.moe, "set_dispatch_group")
+        self.layer = None if self.takes_split else self._layer()
         self._experts_do: Counts | None = None
         self._experts_give: Tensor | None = None
+
+    def magi2_group(self, group: Any) -> Any:
+        """A process group as the host has it."""
+        return self.parallel.Magi2ParallelGroup(group, dist.get_world_size(group), dist.get_rank(group))
 
     def counted(self, part: Callable[[], Any]) -> tuple[Any, Counts]:
         """The part's output, and what it does without expert compute."""
@@ -275,12 +314,12 @@ class _Bench:
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator).to(torch.bfloat16).to(self.world.device)
 
-    def _moe(self, heads: int) -> Any:
+    def _moe(self, heads: int, shards: int) -> Any:
         """The host's MoE; its weights are random, as it makes them uninitialised."""
         settings = self.mh_moe.Magi2MultiHeadMoEConfig(
             heads * MOE_DIM, heads, EXPERTS, TOP_K, EXPERT_WIDTH, torch.bfloat16
         )
-        group = self.parallel.Magi2ParallelGroup(dist.group.WORLD, self.world.size, self.world.rank)
+        group = self.parallel.Magi2ParallelGroup(dist.group.WORLD, shards, self.world.rank % shards)  # replaced later
         moe = self.mh_moe.Magi2MultiHeadMoE(settings, ep_group=group).to(self.world.device)
         for parameter in (moe.gate, moe.W_gate, moe.W_up, moe.W_down):
             parameter.copy_(self._random(*parameter.shape) / MOE_DIM**0.5)

@@ -41,9 +41,12 @@ class World:
     device: torch.device
     timeout: float  # seconds
 
-    def new_group(self) -> Any:
-        """A process group of all ranks."""
-        return dist.new_group(timeout=timedelta(seconds=self.timeout))
+    def new_group(self, size: int | None = None) -> Any:
+        """A process group of all ranks, or this rank's of those of `size` ranks each."""
+        timeout = timedelta(seconds=self.timeout)
+        if size in (None, self.size):
+            return dist.new_group(timeout=timeout)
+        return dist.new_subgroups(size, timeout=timeout)[0]  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
         """Wait for the device; nothing to do on the CPU."""
@@ -212,18 +215,19 @@ def exchange_setting(name: str) -> Iterator[None]:
         yield
 
 
-def group_using(exchange: str, world: World) -> tuple[Any, str]:
-    """A group of all ranks whose exchanges go through an implementation, whatever the settings say.
+def group_using(exchange: str, world: World, size: int | None = None) -> tuple[Any, str]:
+    """A group, as `World.new_group` makes it, whose exchanges go through an implementation, whatever the settings say.
 
     Its first exchange is behind it: warm-up, agreement and self-test are not part of what is measured.
 
     Returns:
         The group and the name of the implementation that the ranks settled on.
     """
-    group = world.new_group()
-    layout = HeadParallelLayout((1,) * world.size, world.rank)
+    group = world.new_group(size)
+    size = dist.get_world_size(group)
+    layout = HeadParallelLayout((1,) * size, dist.get_rank(group))
     with exchange_setting(exchange):
-        scatter_heads_gather_tokens(torch.zeros(1, world.size, 1, device=world.device), group, layout)
+        scatter_heads_gather_tokens(torch.zeros(1, size, 1, device=world.device), group, layout)
     return group, agreement.state_of(group, world.device).name
 
 

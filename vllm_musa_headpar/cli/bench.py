@@ -32,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     shape.add_argument("--dim", type=whole_number(1), help=f"elements per head ({DIM}, with --ulysses 128)")
     shape.add_argument("--batch", type=whole_number(1), help="elements of the batch, with --ulysses (1)")
+    shape.add_argument(
+        "--replicas",
+        type=whole_number(1),
+        help="with --layer: the ranks have all experts so many times, each over a part of the ranks (1)",
+    )
     shape.add_argument("--dtype", default="bfloat16", help="a torch element type (bfloat16)")
     how = parser.add_argument_group("measuring")
     how.add_argument(
@@ -71,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError("--layer and --ulysses are two benches: give one of them")
         if arguments.batch and not arguments.ulysses:
             raise ValueError("--batch goes with --ulysses only: MAGI-2's exchanges have no batch")
+        if arguments.replicas and not arguments.layer:
+            raise ValueError("--replicas goes with --layer only: it is about MAGI-2's experts")
         if arguments.layer:
             _layer(arguments)
         elif arguments.ulysses:
@@ -159,6 +166,7 @@ def _layer(arguments: argparse.Namespace) -> None:
         arguments.rounds or 10,
         exchanges=exchanges or layer.EXCHANGES,
         heads=arguments.heads or HEADS,
+        replicas=arguments.replicas or 1,
         backend=arguments.backend,
         timeout=arguments.timeout,
     )

@@ -258,25 +258,40 @@ def make_layer_forward(stock: Function) -> Function:
 
 
 def known_counts(parallel: ModuleType, group: Any, local_tokens: int) -> tuple[int, ...] | None:
-    """The token counts that the layer's split already tells, or None where it does not describe this group.
+    """The token counts that the layer's split already tells, or None where it does not tell this group's.
 
+    The experts may be spread over fewer ranks than the tokens: the split tells of those ranks too.
     All ranks come to the same answer: it depends on the groups and the split alone, which are the same for all.
 
     Raises:
-        ValueError: the split describes this group and contradicts the local length.
+        ValueError: the split tells of this group and contradicts the local length.
     """
     split = _token_split.get()
-    if type(split) is not list or len(split) != group.world_size or not all(type(size) is int for size in split):
-        return None
     ulysses = parallel.get_magi2_ulysses_group()
-    if ulysses.group is not group.group or (ulysses.world_size, ulysses.rank) != (group.world_size, group.rank):
+    if type(split) is not list or len(split) != ulysses.world_size or not all(type(size) is int for size in split):
         return None
-    if split[group.rank] != local_tokens:
+    places = _places_within(ulysses, group)
+    if places is None:
+        return None
+    if split[ulysses.rank] != local_tokens:
         raise ValueError(
-            f"the layer's token split {split} gives rank {group.rank} {split[group.rank]} tokens, "
+            f"the layer's token split {split} gives rank {ulysses.rank} {split[ulysses.rank]} tokens, "
             f"but its MoE input has {local_tokens}"
         )
-    return tuple(split)
+    return tuple(split[place] for place in places)
+
+
+def _places_within(ulysses: Any, group: Any) -> Sequence[int] | None:
+    """Each rank of a group as a rank of the Ulysses group; None where one of them, or this one, is not there."""
+    if ulysses.group is group.group and (ulysses.world_size, ulysses.rank) == (group.world_size, group.rank):
+        return range(group.world_size)
+    if group.world_size >= ulysses.world_size:
+        return None
+    wide, narrow = (dist.get_process_group_ranks(process_group_of(each)) for each in (ulysses, group))
+    places = [wide.index(rank) if rank in wide else None for rank in narrow]
+    if None in places or places[group.rank] != ulysses.rank:
+        return None
+    return [place for place in places if place is not None]
 
 
 @lru_cache(maxsize=64)
