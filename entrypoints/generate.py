@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_musa_headpar import config
+from vllm_musa_headpar.cli.arguments import whole_number
 
 HERE = Path(__file__).resolve().parent
 TOOLS = HERE / "engine"
@@ -39,6 +40,7 @@ class Engine:
         compiled: compiled blocks, the host's default; else eager.
         steps: denoising steps per picture.
         sizes: width and height of each picture in pixels.
+        offload: the host's layerwise offload, which keeps blocks away from the device until they are used.
     """
 
     mode: str = "strict"
@@ -46,6 +48,7 @@ class Engine:
     compiled: bool = False
     steps: int = 2
     sizes: tuple[int, ...] = SIZES
+    offload: bool = False
 
     @property
     def heads(self) -> int:
@@ -62,6 +65,7 @@ class Engine:
         yield [sys.executable, "-m", "headpar_engine.checkpoint", str(self.model), str(self.heads)]
         options = ["--model", str(self.model), "--mode", self.mode, "--nproc", str(self.nproc)]
         options += ["--steps", str(self.steps), *(["--compile"] if self.compiled else [])]
+        options += ["--offload"] if self.offload else []
         yield [sys.executable, "-m", "headpar_engine.run", str(folder), *options, *map(str, self.sizes)]
 
 
@@ -70,12 +74,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=("strict", "advanced_uaa"), default="strict", help="ulysses_mode")
     parser.add_argument("--compile", action="store_true", help="compiled blocks, the host's default; else eager")
-    parser.add_argument("--nproc", type=int, default=2, help="workers (default 2)")
+    parser.add_argument("--nproc", type=whole_number(2), default=2, help="workers (default 2)")
     parser.add_argument("--exchange", default=config.AUTO, help=f"{config.EXCHANGE} of the run with the plugin on")
     parser.add_argument("--out", type=Path, help="keep the pictures and the engine's log in this folder")
     arguments = parser.parse_args()
-    if arguments.nproc < 2:
-        parser.error(f"an exchange needs at least 2 workers, got {arguments.nproc}")
     engine = Engine(arguments.mode, arguments.nproc, arguments.compile)
     with tempfile.TemporaryDirectory(prefix="headpar-") as temporary:
         out: Path = arguments.out or Path(temporary)

@@ -271,12 +271,12 @@ MODELS = {
 
 
 @contextmanager
-def parallel_state(rank: int, store: str, topology: Topology) -> Iterator[None]:
+def parallel_state(rank: int, store: str, topology: Topology, backend: str = "gloo") -> Iterator[None]:
     """The host's parallel state over fresh groups, and layers of plain torch, for the time of the block."""
     from host_platform import plain_platform
 
-    groups = magi2.parallel_state(rank, topology.nproc, store, tp=topology.tp, cfg=topology.cfg, ring=topology.ring)
-    with groups, plain_platform():
+    ways = {"tp": topology.tp, "cfg": topology.cfg, "ring": topology.ring}
+    with magi2.parallel_state(rank, topology.nproc, store, **ways, backend=backend), plain_platform():
         yield
 
 
@@ -301,6 +301,7 @@ def transformer(
     heads: int,
     mode: str = "strict",
     dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> Iterator[torch.nn.Module]:
     """The model in the current parallel state, with weights that are the same on every rank, in the host's
     forward context.
@@ -324,7 +325,7 @@ def transformer(
         if not model.pads:
             made._sp_plan = {place: plan for place, plan in made._sp_plan.items() if isinstance(plan, dict)}
         pipeline = torch.nn.Module()
-        pipeline.transformer = made
+        pipeline.transformer = made.to(device)
         _apply_sequence_parallel_if_enabled(pipeline, config)
         yield made
 

@@ -21,21 +21,23 @@ def load_plugins() -> None:
 
 
 @contextmanager
-def parallel_state(rank: int, nproc: int, store: str, *, tp: int = 1, cfg: int = 1, ring: int = 1) -> Iterator[None]:
-    """vLLM-Omni's own groups on Gloo: tensor parallelism `tp` and so on, the rest of the ranks Ulysses."""
+def parallel_state(
+    rank: int, nproc: int, store: str, *, tp: int = 1, cfg: int = 1, ring: int = 1, backend: str = "gloo"
+) -> Iterator[None]:
+    """vLLM-Omni's own groups: tensor parallelism `tp` and so on, the rest of the ranks Ulysses."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm_omni.diffusion.distributed import parallel_state as state
 
     ulysses = nproc // (tp * cfg * ring)
-    with process_group(rank, nproc, store, timeout=60), set_current_vllm_config(VllmConfig()):
-        state.init_distributed_environment(world_size=nproc, rank=rank, local_rank=rank, backend="gloo")
+    with process_group(rank, nproc, store, backend, timeout=60), set_current_vllm_config(VllmConfig()):
+        state.init_distributed_environment(world_size=nproc, rank=rank, local_rank=rank, backend=backend)
         state.initialize_model_parallel(
             cfg_parallel_size=cfg,
             sequence_parallel_size=ulysses * ring,
             ulysses_degree=ulysses,
             ring_degree=ring,
             tensor_parallel_size=tp,
-            backend="gloo",
+            backend=backend,
         )
         try:
             yield

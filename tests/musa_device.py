@@ -12,21 +12,25 @@ from pool import process_group
 SIMULATED = importlib.util.find_spec("torch_musa") is None
 
 
-@contextmanager
-def mccl_group(rank: int, nproc: int, store: str, backend: str = "mccl", timeout: float = 30.0) -> Iterator[Any]:
-    """A default MCCL group for the time of the block; yields the rank's device."""
+def device_of(rank: int) -> Any:
+    """The device of a rank, in a process that then has MCCL."""
     import torch
 
     if SIMULATED:
         from vllm_musa_headpar.testing import mccl
 
         mccl.install()
-        device = torch.device("musa")
-    else:
-        import torchada  # noqa: F401
+        return torch.device("musa")
+    import torchada  # noqa: F401
 
-        torch.musa.set_device(rank)
-        device = torch.device("musa", rank)
+    torch.musa.set_device(rank)
+    return torch.device("musa", rank)
+
+
+@contextmanager
+def mccl_group(rank: int, nproc: int, store: str, backend: str = "mccl", timeout: float = 30.0) -> Iterator[Any]:
+    """A default MCCL group for the time of the block; yields the rank's device."""
+    device = device_of(rank)
     with process_group(rank, nproc, store, backend, timeout):
         yield device
 

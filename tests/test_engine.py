@@ -154,6 +154,14 @@ def test_strict_flag_with_the_check_and_point_to_point(strict: tuple[Path, dict[
     assert "cross-rank check" in (tmp_path / "on" / "log.txt").read_text()
 
 
+def test_layerwise_offload(strict: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """The host's own. Sleep it offers only with CUDA's memory pool."""
+    report = generate.run(generate.Engine(offload=True), tmp_path / "on", VLLM_MUSA_HEADPAR="1")
+    assert "Layer-wise offloading enabled on 2 layers" in (tmp_path / "on" / "log.txt").read_text()
+    assert generate.differences(strict[1]["off"], report) == []
+    assert ranges(report) == [EXCHANGES]
+
+
 def test_an_allow_list_without_us_is_off_and_only_the_doctor_says_so(
     strict: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

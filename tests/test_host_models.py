@@ -202,6 +202,52 @@ def count_a_forward(rank: int, nproc: int, store: str, topology: Topology, name:
     return seen[0], seen[1], dict(exchanged)
 
 
+# --- On MUSA with MCCL, simulated where there is no card ----------------------------------------------
+
+
+@pytest.mark.musa
+@pytest.mark.parametrize(("name", "heads", "mode"), [("Qwen-Image", 4, "strict"), ("FLUX.2", 3, "advanced_uaa")])
+def test_a_whole_model_on_mccl(musa_ranks: RankPool, name: str, heads: int, mode: str) -> None:
+    """`auto` there is point-to-point, with all tensors of an attention in one batch."""
+    case = Case(name, Topology(2), heads, mode)
+    for different, exchanged, batches in musa_ranks(compare_on_mccl, 2, case, timeout=500.0):
+        assert different == []
+        assert exchanged == expected_exchanges(case, exchanged["forwards"])
+        assert batches == 2 * case.model.returns
+
+
+def compare_on_mccl(rank: int, nproc: int, store: str, case: Case) -> tuple[list[str], Counts, int]:
+    """What differs between plugin off and on, what the plugin exchanged, and its batches in one forward."""
+    from musa_device import device_of
+
+    device = device_of(rank)
+    seen: list[list[list[torch.Tensor]]] = []
+    for exchange in (None, "auto"):
+        groups = host_models.parallel_state(rank, f"{store}-{exchange}", case.topology, "mccl")
+        with (
+            groups,
+            plugin(exchange, "p2p" if exchange else None) as exchanged,
+            host_models.transformer(case.model, case.topology, case.heads, case.mode, device=device) as made,
+        ):
+            outputs = []
+            for batch in case.batches:
+                given = on_device(host_models.inputs(case.model, batch, EVEN), device)
+                with counting() as counts:
+                    outputs.append(host_models.forward(made, given))
+            assert {each.device.type for output in outputs for each in output} == {"musa"}
+            seen.append([[each.cpu() for each in output] for output in outputs])
+    different = [
+        each
+        for batch, found, expected in zip(case.batches, seen[1], seen[0], strict=True)
+        for each in unequal(f"B={batch}", found, expected)
+    ]
+    return different, {**exchanged, "forwards": len(case.batches)}, counts.batches
+
+
+def on_device(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+
+
 def unequal(case: str, found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[str]:
     assert len(found) == len(expected) > 0
     pairs = enumerate(zip(found, expected, strict=True))
@@ -217,18 +263,18 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 @contextmanager
-def plugin(exchange: str | None) -> Iterator[collections.Counter[str]]:
+def plugin(exchange: str | None, used: str | None = None) -> Iterator[collections.Counter[str]]:
     """The plugin on with an exchange, or off (None), for the time of the block; counts the tensors that go through it,
-    by direction."""
+    by direction. `used` is what the exchange comes to, where that is not itself."""
     from vllm_musa_headpar import exchange as core
 
     exchanged = collections.Counter[str]()
     carry_out = core._carry_out
 
-    def counted(used: Any, exchanges: Any, group: Any) -> None:
-        assert {each.name for each in used} == {exchange}
+    def counted(registrations: Any, exchanges: Any, group: Any) -> None:
+        assert {each.name for each in registrations} == {used or exchange}
         exchanged.update(each.name for each in exchanges)
-        carry_out(used, exchanges, group)
+        carry_out(registrations, exchanges, group)
 
     with magi2.plugin(exchange), mock.patch.object(core, "_carry_out", counted):
         yield exchanged

@@ -275,7 +275,44 @@ def doctors_view(rank: int, nproc: int, store: str, root: str) -> None:
         unload_host(tree)
 
 
-SCENARIOS = (refuse_or_leave, unknown_host, own_registration, broken_host, doctors_view)
+def unknown_attention(rank: int, nproc: int, store: str, root: str) -> None:
+    """Attention functions that are not known: the exchange module is bridged, they are left alone, and it is said."""
+    from vllm_musa_headpar import diagnosis, plugin, register
+
+    unlike = {
+        "with another parameter": (" | None = None\n", " | None = None, plan=None\n"),
+        "by another name": ("scatter_", "swap_"),
+    }
+    for number, (kind, (old, new)) in enumerate(unlike.items()):
+        tree = build(Path(root, str(number)), "plain", attention=True)
+        for module, begin in (("parallel", "def get_magi2_ulysses_group"), ("attention", "")):
+            file = Path(tree, *f"{MAGI2}.{module}".split(".")).with_suffix(".py")
+            text = file.read_text()
+            start = text.index(begin)
+            file.write_text(text[:start] + text[start:].replace(old, new))
+        owners = load_host(tree)
+        before = snapshot(*owners)
+        expected = {*BRIDGED, (HEAD_PARALLEL, REGISTER)} - {(f"{MAGI2}.attention", "to_all_tokens")}
+        with mock.patch.dict(os.environ, VLLM_MUSA_HEADPAR="1"), fresh_plugin() as log:
+            register()
+            assert changed(before, *owners) == expected, kind
+            statuses = {record.name: record for record in plugin.report()}
+            assert statuses["head_parallel.bridge"].status == "applied"
+            attention_records = [statuses[name] for name in diagnosis.ATTENTION_RECORDS]
+            warned = [message for level, message in log if level == "WARNING"]
+            found = diagnosis.diagnose()
+            said = next(check.seen for check in found.checks if check.name == "MAGI-2's exchanges")
+            assert "head_parallel.bridge" in said.partition("Not covered")[0]
+            for record in attention_records:
+                assert record.status == ("refused" if new.endswith("plan=None\n") else "not needed"), record
+                function = record.replaces.partition(":")[2]
+                assert f"{function} ({record.reason})" in said.partition("Not covered in attention")[2], kind
+                assert any(record.reason in message for message in warned) == (record.status == "refused"), kind
+            assert found.active
+        unload_host(tree)
+
+
+SCENARIOS = (refuse_or_leave, unknown_host, unknown_attention, own_registration, broken_host, doctors_view)
 
 
 def others(rank: int, nproc: int, store: str) -> None:

@@ -6,8 +6,10 @@ import importlib
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -180,6 +182,37 @@ def gives_way(rank: int, nproc: int, store: str, kinds: list[str]) -> None:
 
 def test_every_difference_is_found_on_every_rank(ranks: RankPool) -> None:
     ranks(gives_way, 2, list(DIFFERENCES), timeout=400)
+
+
+def fails(rank: int, nproc: int, store: str) -> None:
+    from vllm_musa_headpar import exchange, register
+    from vllm_musa_headpar.agreement import trial
+
+    function, record = "ep_dispatch", RECORDS["ep_dispatch"]
+    no_memory = torch.OutOfMemoryError("no memory for 5 GiB")
+    faults = {
+        "the exchange raises": (exchange, "dispatch", True, "OutOfMemoryError: no memory for 5 GiB"),
+        "the comparison raises": (trial, "difference", rank == 1, "could not be compared"),
+    }
+    with process_group(rank, nproc, store) as world:
+        for fault, (module, name, hit, reason) in faults.items():
+            with tempfile.TemporaryDirectory() as root, modified_magi2(Path(root), sources(HARMLESS[:1])) as modules:
+                parallel = modules["parallel"]
+                group = parallel.Magi2ParallelGroup(world, nproc, rank)
+                expected = call(parallel, function, group)
+                with environment(VLLM_MUSA_HEADPAR="1"), fresh_plugin():
+                    register()
+                    assert told(record)[0] == "on trial"
+                    with mock.patch.object(module, name, side_effect=no_memory) if hit else nullcontext():
+                        assert same(call(parallel, function, group), expected), fault
+                    status, said = told(record)
+                    assert status == "gave way", fault
+                    assert (reason if hit else "another rank found a difference") in said
+                    assert same(call(parallel, function, group), expected), fault
+
+
+def test_what_fails_while_on_trial_gives_way_on_every_rank(ranks: RankPool) -> None:
+    ranks(fails, 2, timeout=400)
 
 
 # --- Development hosts ---

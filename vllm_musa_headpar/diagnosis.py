@@ -47,6 +47,8 @@ APPLIED = ("applied", "overlaid", "on trial", "proven", "gave way")
 BACKENDS = ("gloo", "mccl", "nccl")
 # These serve exchanges and carry none out: with nothing else applied, all exchanges are the host's own.
 NO_EXCHANGE = ("head_parallel.publish", "magi2.known_counts", "ulysses.one_launch")
+# On hosts with the exchange module MAGI-2's attention has functions of its own.
+ATTENTION_RECORDS = ("magi2.attention_dispatch", "magi2.attention_return", "magi2.attention_shards")
 # With all of these MAGI-2 starts on MUSA where the host's own pipeline refuses it.
 MUSA_RECORDS = ("magi2.musa_device", "magi2.musa_attention", "magi2.musa_moe")
 FITS = "fits"  # of a record that is applied here, where something else keeps the plugin from being active
@@ -120,6 +122,7 @@ def diagnose() -> Diagnosis:
         _check_torchada(loading),
         _check_host(host),
         _check_magi2(host, records),
+        *_check_attention(host, records),
     ]
     loaded = _check_loading(loading, settings, records)
     rest = [
@@ -456,6 +459,23 @@ def _check_magi2(host: dict[str, Any], records: list[dict[str, str]]) -> Check:
     else:
         todo = "the exchange can be tried without: vllm-musa-headpar selftest"
     return Check(name, WARNING, seen, todo)
+
+
+def _check_attention(host: dict[str, Any], records: list[dict[str, str]]) -> list[Check]:
+    """What of MAGI-2 is covered on a host with the exchange module, where attention does without that."""
+    if host["kind"] != NEWER or not records:
+        return []
+    by_name = {record["name"]: record for record in records}
+    covered = [name for name in ("head_parallel.bridge", *ATTENTION_RECORDS) if by_name[name]["status"] in APPLIED]
+    left = [
+        f"{by_name[name]['replaces'].partition(':')[2]} ({by_name[name]['reason']})"
+        for name in ATTENTION_RECORDS
+        if name not in covered
+    ]
+    seen = f"through the plugin: what {', '.join(covered) or 'nothing'} replaces and whatever calls it"
+    if left:
+        seen += f"; everything else is the host's own. Not covered in attention: {'; '.join(left)}"
+    return [Check("MAGI-2's exchanges", INFORMATION, seen)]
 
 
 def _records() -> tuple[list[dict[str, str]], str]:

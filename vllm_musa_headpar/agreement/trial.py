@@ -47,8 +47,10 @@ class Trial:
             layout: all that the exchange depends on, the same on every rank.
             given: the arguments, by name.
 
+        What `ours` raises is a difference like any other, as long as `stock` then takes the same arguments.
+
         Raises:
-            ExchangeError: strict mode, and the results differ.
+            ExchangeError: strict mode, and the results differ; or what the check of all ranks found before.
         """
         try:
             proven = self._proven[group]
@@ -61,10 +63,12 @@ class Trial:
         result, expected, reason = None, None, None
         try:
             result = ours(**given)  # first: it leaves its input alone, which is not known of the other
-        except (ValueError, TypeError) as error:
-            reason = f"it refuses what the host's own takes: {error}"
+        except ExchangeError:
+            raise  # the ranks do not do the same thing: no function could
+        except Exception as error:
+            reason = f"it refuses what the host's own takes: {type(error).__name__}: {error}"
         expected = stock(**given)
-        reason = reason or difference(result, expected)
+        reason = reason or _told_difference(result, expected)
         if self._same_on_all(group, _device_of(expected), reason is None):
             proven.add(layout)
             self.layouts += 1
@@ -84,6 +88,14 @@ class Trial:
 
 
 running: weakref.WeakSet[Trial] = weakref.WeakSet()
+
+
+def _told_difference(found: Any, expected: Any) -> str | None:
+    """The difference; also that there was none to be found out, since the other ranks wait for what this one says."""
+    try:
+        return difference(found, expected)
+    except Exception as error:  # memory, say
+        return f"the results could not be compared: {type(error).__name__}: {error}"
 
 
 def difference(found: Any, expected: Any) -> str | None:

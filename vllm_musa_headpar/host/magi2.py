@@ -380,7 +380,10 @@ def _take_on_trial(
         load_users()
         parallel = sys.modules.get(f"{MAGI2}.parallel")
         if parallel is None or name not in vars(parallel):
-            raise NotNeeded(f"this host's MAGI-2 has no {name}")
+            raise NotNeeded(
+                f"this host's MAGI-2 has no {name}: its attention goes through the plugin only where it calls the "
+                "exchange module"
+            )
         reasons = [why_not_stock(vars(parallel)[name], parallel, signature, None) for signature in signatures]
         if None not in reasons:
             raise Refused(f"{parallel.__name__}.{name} cannot be taken on trial: {reasons[0]}")

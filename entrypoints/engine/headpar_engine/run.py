@@ -40,6 +40,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, default=2, help="workers")
     parser.add_argument("--steps", type=int, default=2, help="denoising steps")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--offload", action="store_true", help="the host's layerwise offload")
     parser.add_argument("sizes", type=int, nargs="+", help="width and height of each picture, in pixels")
     return parser.parse_args()
 
@@ -54,6 +55,7 @@ def _start(arguments: argparse.Namespace) -> Any:
         parallel_config=DiffusionParallelConfig(ulysses_degree=arguments.nproc, ulysses_mode=arguments.mode),
         dtype="float32" if current_omni_platform.is_cpu() else "bfloat16",
         enforce_eager=not arguments.compile,
+        enable_layerwise_offload=arguments.offload,
         step_execution=True,  # the other mode needs a stream of the device
         worker_extension_cls="headpar_engine.record.RecordTransformer",
         stage_init_timeout=PATIENCE_S,
