@@ -57,6 +57,7 @@ def growing(rank: int, nproc: int, store: str) -> tuple[int, int, int]:
     """Sizes up and down, uneven ones, in and out of inference mode; how many segments are mapped at the end, how many
     of them are files that are open, and how many remain without the group.
     """
+    gc.collect()  # what an earlier test left to it in this process
     with process_group(rank, nproc, store), environment(**{EXCHANGE: "shared"}):
         group = dist.new_group()
         for number, dim in enumerate((1, 100_000, 5, 300_000, 300_001, 900_000, 7)):

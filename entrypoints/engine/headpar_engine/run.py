@@ -56,6 +56,7 @@ def _start(arguments: argparse.Namespace) -> Any:
         dtype="float32" if current_omni_platform.is_cpu() else "bfloat16",
         enforce_eager=not arguments.compile,
         enable_layerwise_offload=arguments.offload,
+        pin_cpu_memory=False,  # there is no device to pin it for
         step_execution=True,  # the other mode needs a stream of the device
         worker_extension_cls="headpar_engine.record.RecordTransformer",
         stage_init_timeout=PATIENCE_S,
