@@ -48,28 +48,31 @@ def open_files() -> list[str]:
     return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
 
 
-def segments() -> list[str]:
-    """Shared memory that this process has mapped."""
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{window.FOLDER}/" in line]
+def segments(but: frozenset[str] = frozenset()) -> list[str]:
+    """Shared memory that this process has mapped, a name (of its inode) each time; without some of them."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    names = [line.split(maxsplit=5)[5] for line in lines if f"{window.FOLDER}/" in line]
+    return [name for name in names if name not in but]
 
 
 def growing(rank: int, nproc: int, store: str) -> tuple[int, int, int]:
     """Sizes up and down, uneven ones, in and out of inference mode; how many segments are mapped at the end, how many
     of them are files that are open, and how many remain without the group.
     """
-    gc.collect()  # what an earlier test left to it in this process
+    earlier = frozenset(segments())  # the process had other groups in other tests
     with process_group(rank, nproc, store), environment(**{EXCHANGE: "shared"}):
         group = dist.new_group()
         for number, dim in enumerate((1, 100_000, 5, 300_000, 300_001, 900_000, 7)):
             counts = tuple((number + other) % 3 for other in range(nproc))
             with torch.inference_mode(number % 2 == 0):
                 there_and_back(group, counts, dim, number)
-        files = sum(f"{window.FOLDER}/" in os.readlink(f"/proc/self/fd/{fd}") for fd in open_files())
-        mapped = len(segments())
+        opened = [os.readlink(f"/proc/self/fd/{fd}") for fd in open_files()]
+        files = sum(name.startswith(f"{window.FOLDER}/") and name not in earlier for name in opened)
+        mapped = len(segments(earlier))
         dist.destroy_process_group(group)
         del group
         gc.collect()
-        return mapped, files, len(segments())
+        return mapped, files, len(segments(earlier))
 
 
 def test_segments_grow_and_go_with_their_group(ranks: RankPool) -> None:
