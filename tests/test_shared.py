@@ -59,7 +59,7 @@ def growing(rank: int, nproc: int, store: str) -> tuple[int, int, int]:
     """Sizes up and down, uneven ones, in and out of inference mode; how many segments are mapped at the end, how many
     of them are files that are open, and how many remain without the group.
     """
-    earlier = frozenset(segments())  # the process had other groups in other tests
+    earlier = frozenset(segments())  # Python's semaphores are there too, of which other tests may have made some
     with process_group(rank, nproc, store), environment(**{EXCHANGE: "shared"}):
         group = dist.new_group()
         for number, dim in enumerate((1, 100_000, 5, 300_000, 300_001, 900_000, 7)):
