@@ -29,6 +29,7 @@ $(VENV)/host: requirements/host.txt requirements/dev.txt requirements/engine.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "the pinned host stack needs Python 3.11, got " + sys.version.split()[0] + ": set PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) -r requirements/host.txt -r requirements/dev.txt
+	@$(BIN)/python -c 'import torch' || { echo 'torch of requirements/host.txt does not import: its CPU build is needed. Where your package index serves a CUDA build under that version, point PIP_EXTRA_INDEX_URL at the index of CPU builds that PyTorch has.'; exit 1; }
 	$(PIP) --target $(VENV)/engine -r requirements/engine.txt
 	@touch $@
 
