@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable
@@ -171,6 +172,157 @@ def unproven(rank: int, nproc: int, store: str) -> list[str]:
 
 def test_an_announcement_whose_age_cannot_be_told_leads_all_ranks_to_the_reference(ranks: Any) -> None:
     assert ranks(unproven, 2) == [["all_to_all"], ["all_to_all"]]
+
+
+# --- The end of the patience ----------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A store with hooks that are called before, or after, each call of a name."""
+
+    def __init__(self, store: Any, **hooks: Callable[..., None]) -> None:
+        self._store, self._hooks = store, hooks
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self._hooks.get(f"before_{name}", ignore)(*args)
+            result = getattr(self._store, name)(*args)
+            self._hooks.get(f"after_{name}", ignore)(result)
+            return result
+
+        return call
+
+
+def ignore(*args: Any) -> None:
+    pass
+
+
+def watched(**hooks: Callable[..., None]) -> Any:
+    """Patch: the boards' store with hooks."""
+    connection = boards._connection
+    return mock.patch.object(boards, "_connection", lambda store: Watched(connection(store), **hooks))
+
+
+def patience_ends(when: Callable[[], None]) -> Any:
+    """Patch: the boards' patience is at its end at the first pause, once `when` has returned."""
+
+    def wait(pause: Any) -> bool:
+        when()
+        return False
+
+    return mock.patch.object(boards._Pause, "wait", wait)
+
+
+def gives_up_while_read(rank: int, nproc: int, path: str) -> tuple[str, str]:
+    """Rank 2 does not come. Rank 0 gives up just when rank 1 has seen that its note is there."""
+    with process_group(rank, nproc, path) as group:
+        default = dist.distributed_c10d._get_default_store()
+
+        written: list[None] = []
+
+        def rank_0_is_there(there: bool) -> None:
+            if there and len(written) == 2 and not default.check(["seen"]):  # and rank 0 can know that this one is
+                default.set("seen", "")
+                default.wait(["gave up"])
+
+        hooks = watched(after_set=written.append, after_check=rank_0_is_there)
+        told = ("", "")
+        if rank != 2:
+            with hooks if rank == 1 else contextlib.nullcontext():
+                told = outcome(lambda: board_of(group).settle("a first exchange", {}, timedelta(seconds=2)))
+        if rank == 0:
+            default.wait(["seen"])
+            default.set("gave up", "")
+        dist.barrier()
+        return told
+
+
+def test_who_gives_up_does_not_hold_up_who_reads_its_note(ranks: Any) -> None:
+    told = ranks(gives_up_while_read, 3)
+    for kind, text in told[:2]:
+        assert kind == "DisagreementError"
+        assert "rank 2 (global 2) did not arrive" in text
+
+
+def last_moment(rank: int, nproc: int, path: str, meeting: str, first: str) -> list[tuple[str, str]]:
+    """Rank 0's patience ends after rank 1 has come, and before rank 0 has looked again: rank 1 finds all there.
+
+    It has written that down by then ("done"), or is about to ("gives up").
+    """
+    with process_group(rank, nproc, path) as group:
+        board = board_of(group)
+        default = dist.distributed_c10d._get_default_store()
+        written: list[str] = []
+
+        def meets() -> None:
+            notes: Any = board.meet("a topic", {"rank": rank}) if meeting == "meet" else None
+            if notes is None:
+                settled = board.settle("a topic", {"rank": rank}).notes
+                notes = [settled[other] for other in range(nproc)]
+            assert [note["rank"] for note in notes] == [0, 1]
+
+        def before_set(*args: Any) -> None:
+            """What tells rank 0 that rank 1 has come, or that it has seen rank 0, is held up."""
+            written.append("")
+            if len(written) == (1 if meeting == "meet" else 2):
+                default.wait(["rank 0 has looked"])
+
+        def after_set(result: None) -> None:
+            default.set("rank 1 has come", "")
+
+        def before_compare_set(*args: Any) -> None:
+            if first == "gives up":
+                default.set("rank 1 found all", "")
+                default.wait(["rank 0 gave up"])
+
+        def after_compare_set(result: bytes) -> None:
+            default.set("rank 1 found all", "")
+
+        def looked() -> None:
+            default.set("rank 0 has looked", "")
+            default.wait(["rank 1 found all"])
+
+        if meeting == "meet":
+            board.settle("a first exchange", {})
+        elif rank == 0:
+            default.wait(["rank 1 has come"])
+        hooks = (before_set, after_set, before_compare_set, after_compare_set)
+        held = watched(**{hook.__name__: hook for hook in hooks}) if rank == 1 else patience_ends(looked)
+        with held:
+            told = [outcome(meets)]
+        default.set(f"rank {rank} gave up", "")
+        dist.barrier()
+        told.append(outcome(meets))
+        dist.barrier()
+        return told
+
+
+@pytest.mark.parametrize("meeting", ["settle", "meet"])
+def test_at_the_last_moment_all_are_done_or_none(ranks: Any, meeting: str) -> None:
+    assert ranks(last_moment, 2, meeting, "done") == [[("right", "")] * 2] * 2
+    first, second = ranks(last_moment, 2, meeting, "gives up")
+    assert first[0][0] == second[0][0] == "DisagreementError"
+    assert "rank 1 (global 1) did not arrive at a topic" in first[0][1]
+    assert "rank 1 (global 1) came to a topic when rank 0 (global 0) had given up waiting" in second[0][1]
+    assert first[1] == second[1] == ("right", "")
+
+
+def foreign_outcome(rank: int, nproc: int, path: str) -> tuple[str, str]:
+    with process_group(rank, nproc, path) as group:
+        board = board_of(group)
+        board.settle("a first exchange", {})
+        dist.distributed_c10d._get_default_store().set(board._outcome(board._life, "a topic/0"), "\x1b[2J7")
+        dist.barrier()
+        told = outcome(lambda: board.meet("a topic", {}))
+        dist.barrier()
+        return told
+
+
+def test_an_outcome_that_is_not_ours_is_named(ranks: Any) -> None:
+    for kind, text in ranks(foreign_outcome, 2):
+        assert kind == "BoardError"
+        assert "outcome" in text
+        assert text.isprintable()
 
 
 # --- Threads ------------------------------------------------------------------------------------------------------

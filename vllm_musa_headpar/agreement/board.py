@@ -9,16 +9,20 @@ refused, given up, half read. None of them is taken for one of this life:
   again as they change, and is done when all ranks have seen the same ids. An old note cannot have seen an id that was
   drawn just now, so who has seen mine is of my life, and whose notes I act on has seen mine. Ranks may come in any
   order, and an earlier life may have ended anywhere: an old id is overwritten when its rank comes, and nobody is done
-  before. Either all ranks get there or none; a rank that gives up takes its note away, and may come again.
+  before. A rank that gave up may come again, with another id.
 - `meet` and `leave` write under a name made of all those ids. Nobody wrote under it before.
 - `announce` waits for nobody, so nothing can have been seen. Its note carries what the making of the group itself
   left of this rank in the store (Gloo's address, which differs from life to life and is there before any rank has the
   group); another is ignored. On a backend that leaves nothing the note counts as it is, which is safe: it only ever
   means that the reference is used, and those that use anything else have come through the handshake together.
 
+*All or none.* One rank may find everybody there in the moment in which another gives up. So whoever is done and
+whoever gives up writes that down where only the first to write is heard (`_decide`), and follows what stands there.
+
 *Threads.* Nothing waits inside the store: one connection serves a process, and whoever waited in it would keep the
 other threads' notes out. So waiting is asking again after a pause, on a connection of the boards' own where the store
-has connections. Each thread may be at another group's board.
+has connections. Each thread may be at another group's board. A note that somebody waits for is never taken away,
+else it could be gone between the look whether it is there and the reading, which then waits.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ import torch.distributed as dist
 from ..errors import DisagreementError, ExchangeError
 
 Note = dict[str, Any]
-_GAVE_UP = "gave_up"
+_DONE = "done"  # what came of a meeting, where it was not given up; else the rank that gave up first
 _FORMAT = 2  # part of every key: notes written otherwise are not seen at all
 _OURS = "headpar"  # what a note stands under, so that it is told from what others may have written
 
@@ -123,15 +127,10 @@ class Board:
         """
         patience = min(self._patience, at_most)
         try:
-            store = _connection(self._default)
-            try:
-                return self._settle(store, topic, note, patience)
-            except Exception:
-                store.delete_key(self._key(topic, self._rank))
-                raise
+            return self._settle(_connection(self._default), topic, note, patience)
+        except ExchangeError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, ExchangeError):
-                raise
             raise self._broken(topic, error) from error
 
     def _settle(self, store: Any, topic: str, note: Note, patience: timedelta) -> Settled:
@@ -160,13 +159,19 @@ class Board:
                 seen[rank] = other["id"]
                 if other["seen"] is not None and other["seen"][self._rank] == own:
                     here.add(rank)
-            if None not in seen and all(other["seen"] == seen for other in found.values()):
-                if self._life is None:
-                    self._life = hashlib.sha256("/".join(map(str, seen)).encode()).hexdigest()[:16]
-                return Settled(notes, [])
-            if said == seen and not pause.wait():
-                others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
-                raise self._did_not_arrive([rank for rank in others if rank not in here] or others, topic, patience)
+            done = None not in seen and all(other["seen"] == seen for other in found.values())
+            if not done and (said != seen or pause.wait()):
+                continue
+            if None not in seen:  # before this rank has said that it has seen everyone nobody is done
+                life = hashlib.sha256("/".join(map(str, seen)).encode()).hexdigest()[:16]
+                first = self._decide(store, self._outcome(life, topic), done)
+                if first is None:
+                    self._life = self._life or life
+                    return Settled(notes, [])
+                if done:
+                    raise self._had_given_up(first, topic)
+            others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
+            raise self._did_not_arrive([rank for rank in others if rank not in here] or others, topic, patience)
 
     def meet(self, topic: str, note: Note, at_most: timedelta = timedelta.max) -> list[Note]:
         """Publish this rank's note, wait for everyone's and return them in rank order. After `settle` only.
@@ -185,27 +190,17 @@ class Board:
             store = _connection(self._default)
             store.set(keys[self._rank], _write(note))
             absent = self._wait(store, keys, patience)
-            if absent:  # the note stays, marked, so that no other rank takes this one for absent
-                store.set(keys[self._rank], _write({**note, _GAVE_UP: True}))
-                notes, gave_up = [], []
-            else:
+            first = self._decide(store, self._outcome(self._life, attempt), not absent)
+            if first is None:
                 notes = [self._parse(store.get(key), rank, key) for rank, key in enumerate(keys)]
-                gave_up = [rank for rank, other in enumerate(notes) if other.get(_GAVE_UP)]
-                if not gave_up:
-                    self._read(store, attempt, keys)
+                self._read(store, attempt, keys)
+                return notes
         except BoardError:
             raise
         except RuntimeError as error:
             raise self._broken(topic, error) from error
-        if absent or gave_up:
-            self._given_up[topic] += 1
-        if absent:
-            raise self._did_not_arrive(absent, topic, patience)
-        if gave_up:
-            raise DisagreementError(
-                f"{self.name_ranks([self._rank])} came to {topic} when {self.name_ranks(gave_up)} had given up waiting"
-            )
-        return notes
+        self._given_up[topic] += 1
+        raise self._did_not_arrive(absent, topic, patience) if absent else self._had_given_up(first, topic)
 
     def leave(self, topic: str, note: Note) -> None:
         """Publish this rank's note where the others meet, without waiting for theirs. After `settle` only."""
@@ -234,6 +229,19 @@ class Board:
         if self._life is None:
             raise BoardError(f"the ranks cannot meet for {topic}: they have not settled on the life of their group")
         return [f"{self._prefix}/{self._life}/{topic}/{rank}" for rank in range(len(self._ranks))]
+
+    def _outcome(self, life: str | None, topic: str) -> str:
+        return f"{self._prefix}/{life}/{topic}/outcome"
+
+    def _decide(self, store: Any, key: str, done: bool) -> int | None:
+        """Say that this rank is done, or gives up, unless another was first: None if done, or who gave up first."""
+        ours = _DONE if done else str(self._rank)
+        first = store.compare_set(key, "", ours).decode(errors="replace")
+        if first == _DONE:
+            return None
+        if first not in map(str, range(len(self._ranks))):
+            raise BoardError(f"what stands under {key!r} in the default group's store is no rank: {quoted(first)}")
+        return int(first)
 
     def _announce(self, store: Any, topic: str, note: Note) -> None:
         told = {"id": None, "seen": None, "left": self._left_by(self._rank), "note": note}
@@ -297,6 +305,11 @@ class Board:
             "stuck, in another call, or set up differently (the environment must be the same on all ranks)"
         )
 
+    def _had_given_up(self, first: int, topic: str) -> DisagreementError:
+        return DisagreementError(
+            f"{self.name_ranks([self._rank])} came to {topic} when {self.name_ranks([first])} had given up waiting"
+        )
+
     def _wait(self, store: Any, keys: Sequence[str], patience: timedelta) -> list[int]:
         """Wait for the keys; the ranks whose key has not come in time."""
         missing, pause = dict(enumerate(keys)), _Pause(patience)
@@ -309,7 +322,7 @@ class Board:
         """Whoever is the last to have read clears the notes away."""
         counter = f"{self._prefix}/{self._life}/{topic}/read"
         if store.add(counter, 1) == len(keys):
-            for key in (*keys, counter):
+            for key in (*keys, counter, self._outcome(self._life, topic)):
                 store.delete_key(key)
 
 
