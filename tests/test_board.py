@@ -393,18 +393,13 @@ def busy_connection(rank: int, nproc: int, path: str) -> None:
         group = dist.new_group([0, 1])
         with claiming(), environment(**CHECKED):
             board_of(group)
-            ended = threading.Event()
-
-            def wait_inside() -> None:
-                with pytest.raises(RuntimeError):
-                    store.wait(["never"], timedelta(seconds=3))
-                ended.set()
-
-            waiting = threading.Thread(target=wait_inside, daemon=True)
+            another, awaited = store.clone(), f"rank {rank} may go on"
+            waiting = threading.Thread(target=store.wait, args=([awaited], timedelta(seconds=50)), daemon=True)
             waiting.start()
             first_use.state_of(group, CPU)
             agreement.admit(group, CPU, "dispatch", lambda: {"rank": 0}, anything=False)
-            assert not ended.is_set()
+            assert waiting.is_alive()
+            another.set(awaited, "")
             waiting.join()
     finally:
         dist.destroy_process_group()

@@ -200,7 +200,7 @@ def anew(rank: int, nproc: int, store: str, seen: list[Outcome]) -> list[Outcome
 def raises_alone(rank: int, nproc: int, store: str, exchange: str) -> list[Outcome]:
     """Rank 2 refuses its own input, the others enter; with the check off nobody tells them."""
     with environment(VLLM_MUSA_HEADPAR_EXCHANGE=exchange):
-        with process_group(rank, nproc, store, timeout=2):
+        with process_group(rank, nproc, store, timeout=4):
             round_trip(dist.group.WORLD, (1, 1, 1, 1))
             layout = HeadParallelLayout((2, 2, 2, 2), rank)
             tensor = torch.zeros(2, 4, 3) if rank != VICTIM else torch.zeros(3, 4, 3)
@@ -405,7 +405,7 @@ def nothing_left(rank: int, nproc: int, store: str) -> tuple[int, int]:
     for round_number in range(3):
         with (
             environment(VLLM_MUSA_HEADPAR_EXCHANGE="p2p"),
-            process_group(rank, nproc, f"{store}{round_number}", timeout=2),
+            process_group(rank, nproc, f"{store}{round_number}", timeout=4),
         ):
             round_trip(dist.group.WORLD, (1, 2))
             if rank == 0:
